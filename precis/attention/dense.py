@@ -1,0 +1,99 @@
+"""Attention over a dense cache, for prefill and probes: every query sees all earlier tokens of one context."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ROWS = 128  # query rows per block on the path that forms logits: bounds memory to G * 128 x keys
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last n tokens over all m tokens so far.
+
+    Args:
+        query: [H, n, D].
+        key: [K, m, D], m >= n; the last n entries belong to the query tokens.
+        value: [K, m, D].
+        scaling: factor on q·k.
+        softcap: tanh soft-capping, or None.
+        window: tokens a query sees counting itself, or None for all.
+        sinks: [H] logits of a value-less entry, or None.
+
+    Returns:
+        [H, n, D] in the dtype of `query`.
+    """
+    n, m = query.shape[1], key.shape[1]
+    if window is not None and m - n - window + 1 > 0:  # no query can see entries before this one
+        key, value = key[:, m - n - window + 1 :], value[:, m - n - window + 1 :]
+        m = key.shape[1]
+    rows = torch.arange(m - n, m, device=query.device)[:, None]
+    columns = torch.arange(m, device=query.device)[None]
+    if softcap is None and sinks is None:
+        group = query.shape[0] // key.shape[0]
+        keys, values = key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None]
+        if n == m and (window is None or window >= m):
+            return F.scaled_dot_product_attention(query[None], keys, values, is_causal=True, scale=scaling)[0]
+        mask = columns <= rows
+        if window is not None:
+            mask &= columns > rows - window
+        return F.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, scale=scaling)[0]
+    out = torch.empty_like(query)
+    for start in range(0, n, _ROWS):
+        stop = min(n, start + _ROWS)
+        weights = attention_weights(
+            query[:, start:stop], key, rows[start:stop], columns, scaling=scaling, softcap=softcap, window=window, sinks=sinks
+        )
+        out[:, start:stop] = (weights.to(value.dtype) @ value[:, None]).reshape(query[:, start:stop].shape)
+    return out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax weights of query rows over keys, by position.
+
+    Args:
+        query: [H, r, D].
+        key: [K, m, D].
+        rows: [r, 1] positions of the query tokens.
+        columns: [1, m] positions of the keys.
+        scaling: factor on q·k.
+        softcap: tanh soft-capping, or None.
+        window: tokens a query sees counting itself, or None for all.
+        sinks: [H] logits of a value-less entry, or None.
+
+    Returns:
+        [K, G, r, m] float32; rows sum to 1 (less with sinks).
+    """
+    n_kv_heads, _, head_dim = key.shape
+    grouped = query.reshape(n_kv_heads, -1, query.shape[1], head_dim)
+    logits = (grouped @ key[:, None].to(query.dtype).transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    hidden = columns > rows
+    if window is not None:
+        hidden = hidden | (columns <= rows - window)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return torch.softmax(logits, -1)
+    extra = sinks.float().reshape(n_kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.softmax(torch.cat([logits, extra], -1), -1)[..., :-1]

@@ -1,0 +1,164 @@
+"""The nouns, all frozen. Shapes are written in these letters, here and everywhere:
+
+L layers   H query heads   K kv heads   G = H / K query heads per kv head (group size)
+T context tokens   W observed window tokens   N kept entries, summed over layers and kv heads   D head dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a model's KV cache.
+
+    Attributes:
+        windows: per layer, how many tokens a query sees counting itself, or None for full attention.
+        max_length: tokens that the model was made for, context and answer together.
+        scaling: factor on q·k, per layer.
+        softcap: logit soft-capping, per layer, or None.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_length: int
+    windows: tuple[int | None, ...]
+    scaling: tuple[float, ...]
+    softcap: tuple[float | None, ...]
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return self.n_heads // self.n_kv_heads
+
+    def first_visible(self, layer: int, n_tokens: int) -> int:
+        """The first position that a query at position `n_tokens` can still see in this layer."""
+        window = self.windows[layer]
+        return 0 if window is None else max(0, n_tokens - window + 1)
+
+    def evicts(self, layer: int, n_tokens: int) -> bool:
+        """Whether this layer is compressed. A layer whose window is already full bounds its cache by itself."""
+        return self.first_visible(layer, n_tokens) == 0
+
+    def n_entries(self, n_tokens: int) -> int:
+        """Entries of the full cache: what a query at position `n_tokens` can see, over all layers and kv heads."""
+        return self.n_kv_heads * sum(n_tokens - self.first_visible(layer, n_tokens) for layer in range(self.n_layers))
+
+    def raw_bytes(self, n_tokens: int) -> int:
+        """Bytes of the full cache in a 16-bit dtype, keys and values."""
+        return self.n_entries(n_tokens) * self.head_dim * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The full cache of one context, and what was observed while it was made.
+
+    Attributes:
+        keys: [L, K, T, D] after RoPE, in the model's dtype.
+        values: [L, K, T, D].
+        queries: [L, H, W, D] of the last W tokens, or None if no scorer asked.
+        output_norms: [L, K, T] float32, mean over the group of ||v W_o||_1, or None.
+        repeat_attention: [L, K, T] float32, the largest attention that a repetition of the context paid, or None.
+    """
+
+    geometry: Geometry
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None = None
+    output_norms: Tensor | None = None
+    repeat_attention: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        g = self.geometry
+        want = (g.n_layers, g.n_kv_heads, self.keys.shape[2], g.head_dim)
+        if tuple(self.keys.shape) != want or tuple(self.values.shape) != want:
+            raise ValueError(f"keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)} must be {want}")
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return int(self.keys.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which entries each kv head keeps.
+
+    Attributes:
+        positions: [N] int32, ascending inside a head; heads in order layer, kv head.
+        offsets: [L*K+1] int64; entries of layer l, kv head k are offsets[l*K+k] : offsets[l*K+k+1].
+    """
+
+    positions: Tensor
+    offsets: Tensor
+
+    @staticmethod
+    def from_mask(keep: Tensor) -> Selection:
+        """From a bool mask [L, K, T], True = keep."""
+        n_layers, n_kv_heads, _ = keep.shape
+        counts = keep.sum(-1).reshape(n_layers * n_kv_heads)
+        offsets = torch.zeros(n_layers * n_kv_heads + 1, dtype=torch.int64, device=keep.device)
+        torch.cumsum(counts, 0, out=offsets[1:])
+        return Selection(keep.nonzero()[:, 2].to(torch.int32), offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHeader:
+    """What a snapshot is of, and what a query on it must know.
+
+    Attributes:
+        fingerprint: hash of weights, tokens and policy (`precis.fingerprint`); compared at every load.
+        n_tokens: T.
+        next_position: position of the first query token: T, however few entries are kept.
+        n_sink: first tokens, which low-bit codecs keep at 8 bits.
+        policy: the policy with every resolved parameter.
+    """
+
+    fingerprint: str
+    n_tokens: int
+    next_position: int
+    n_sink: int
+    policy: dict[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The kept entries of a context. Read-only and shared by every query on it.
+
+    Attributes:
+        keys: [N, D] after RoPE at their original positions.
+        values: [N, D].
+        positions: [N] int32, ascending inside a head.
+        offsets: [L*K+1] int64 on the CPU.
+    """
+
+    geometry: Geometry
+    header: SnapshotHeader
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        n = int(self.offsets[-1])
+        g = self.geometry
+        if self.offsets.shape != (g.n_layers * g.n_kv_heads + 1,) or self.positions.shape != (n,):
+            raise ValueError("offsets must be [L*K+1] and positions [N]")
+        if self.keys.shape != (n, g.head_dim) or self.values.shape != (n, g.head_dim):
+            raise ValueError(f"keys {tuple(self.keys.shape)} and values must be [{n}, {g.head_dim}]")
+
+    def bounds(self, layer: int, kv_head: int) -> tuple[int, int]:
+        """Start and stop of one head's entries in keys, values and positions."""
+        head = layer * self.geometry.n_kv_heads + kv_head
+        return int(self.offsets[head]), int(self.offsets[head + 1])
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the snapshot holds in memory."""
+        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes + self.offsets.nbytes

@@ -1,0 +1,47 @@
+"""Which tokens every head keeps, and whether a budget has room for them. No torch: the API answers 422 with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from precis.errors import BudgetTooSmall
+from precis.wire.presets import PRESETS, Compression
+
+
+def budget_per_head(n_tokens: int, compression: Compression) -> int:
+    """Mean entries per kv head: the kept share of T, rounded, at least 1."""
+    return max(1, round(n_tokens * compression.keep_ratio))
+
+
+def protected_spans(
+    n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Spans of tokens that are always kept: sinks, the last window, and the caller's, clipped to the context."""
+    preset = PRESETS[compression.policy]
+    n_window = preset.n_window
+    if preset.window_share:
+        n_window = max(0, int(preset.window_share * budget_per_head(n_tokens, compression)) - preset.n_sink)
+    every = [(0, preset.n_sink), (n_tokens - n_window, n_tokens), *spans]
+    clipped = [(max(0, start), min(n_tokens, stop)) for start, stop in every]
+    return [(start, stop) for start, stop in clipped if start < stop]
+
+
+def check_budget(n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]) -> int:
+    """Mean entries per kv head, if the protected tokens fit into it.
+
+    Raises:
+        BudgetTooSmall: naming both numbers and the ratio that would do.
+    """
+    per_head = budget_per_head(n_tokens, compression)
+    covered: set[int] = set()
+    for start, stop in protected_spans(n_tokens, compression, spans):
+        covered.update(range(start, stop))
+    if len(covered) > per_head:
+        raise BudgetTooSmall(
+            f"keep_ratio {compression.keep_ratio:g} keeps {per_head} of {n_tokens} tokens per head, but {len(covered)} are "
+            f"always kept (first and last tokens, template): use a keep_ratio of at least "
+            f"{min(1.0, (len(covered) + 1) / n_tokens):.2f}, or the policy full",
+            n_tokens=n_tokens,
+            n_protected=len(covered),
+        )
+    return per_head

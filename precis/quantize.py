@@ -1,0 +1,87 @@
+"""Min-max quantisation of ragged groups, and packing of 4-bit codes.
+
+The layout of KIVI (Liu et al. 2024, arXiv:2402.02750): keys per channel over groups of tokens, values per token over groups
+of channels. Differs from the paper: a head's last, short group is quantised too, not kept in 16 bits. Codes are computed
+from the float16-rounded scale and minimum, so that encoder and decoder agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 64
+_LIMIT = 6e4  # of float16, with room
+
+
+def check_encodable(x: Tensor) -> None:
+    """Refuse entries that min-max codes cannot carry.
+
+    Raises:
+        ValueError: if an entry is not finite or beyond float16.
+    """
+    if x.numel() and not bool((x.abs() < _LIMIT).all()):
+        raise ValueError("an entry is not finite or beyond 60000: use the codec raw16")
+
+
+def quantize(x: Tensor, n_bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Min-max codes of groups.
+
+    Args:
+        x: float32; a group runs along `axis`.
+        n_bits: at most 8.
+        axis: the grouped axis.
+
+    Returns:
+        codes uint8 like x; scale and minimum, float16, with `axis` removed.
+    """
+    low = x.amin(axis).half()
+    steps = 2**n_bits - 1
+    scale = ((x.amax(axis) - low.float()) / steps).half()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # constant group, or a step below float16
+    codes = ((x - low.float().unsqueeze(axis)) / scale.float().unsqueeze(axis)).round_().clamp_(0, steps)
+    return codes.to(torch.uint8), scale, low
+
+
+def channel_group(head_dim: int) -> int:
+    """Channels per group of a value: 64 where it divides the head dim, else the largest divisor below."""
+    return next(size for size in range(min(GROUP, head_dim), 0, -1) if head_dim % size == 0)
+
+
+def token_groups(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cut each head's tokens into groups of 64.
+
+    Args:
+        counts: tokens per head, heads stored one after the other.
+        device: of the result.
+
+    Returns:
+        members [groups, 64] int64, indices of tokens, a short group's last token repeated; group [tokens] int64.
+    """
+    per_head = torch.tensor(counts, dtype=torch.int64)
+    starts = torch.cumsum(per_head, 0) - per_head
+    n_groups = (per_head + GROUP - 1) // GROUP
+    head = torch.repeat_interleave(torch.arange(len(counts)), n_groups)
+    inside = torch.arange(int(n_groups.sum())) - torch.repeat_interleave(torch.cumsum(n_groups, 0) - n_groups, n_groups)
+    first = starts[head] + inside * GROUP
+    last = starts[head] + per_head[head] - 1
+    members = torch.minimum(first[:, None] + torch.arange(GROUP)[None], last[:, None])
+    sizes = torch.minimum(last - first + 1, torch.full_like(first, GROUP))
+    group = torch.repeat_interleave(torch.arange(first.shape[0]), sizes)
+    return members.to(device), group.to(device)
+
+
+def pack4(codes: Tensor) -> Tensor:
+    """Codes 0..15 [n, D], D even -> uint8 [n, D/2], even channel in the low half."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack4(packed: Tensor) -> Tensor:
+    """The inverse of `pack4`."""
+    return torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
+
+
+def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] bool: which entries are sinks, the first of each head."""
+    flags = [torch.arange(count) < n_sink for count, n_sink in zip(counts, sinks, strict=True)]
+    return torch.cat(flags).to(device) if flags else torch.zeros(0, dtype=torch.bool, device=device)

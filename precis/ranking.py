@@ -1,0 +1,56 @@
+"""Ranks of scores, with ties broken by position in float32, so that one document always gives one selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rank_per_head(scores: Tensor, excluded: Tensor) -> Tensor:
+    """Rank of each token inside its head: 0 is the best; of equal scores the later token is better.
+
+    Args:
+        scores: [L, K, T] float32.
+        excluded: bool, broadcastable to scores: ranked behind all others.
+
+    Returns:
+        [L, K, T] int64.
+    """
+    open_scores = scores.float().masked_fill(excluded, float("-inf")).flip(-1)
+    order = torch.sort(open_scores, dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return ranks.flip(-1)
+
+
+def counts_of_best(scores: Tensor, open_mask: Tensor, n_best: int) -> Tensor:
+    """How many of the overall `n_best` entries fall into each head; of equal scores later tokens, then lower heads win.
+
+    Args:
+        scores: [heads, T] float32.
+        open_mask: [heads, T] bool, entries that take part.
+        n_best: entries to hand out, at most as many as take part.
+
+    Returns:
+        [heads] int64.
+    """
+    n_heads = scores.shape[0]
+    flat = scores.float().masked_fill(~open_mask, float("-inf")).flip(-1).T.reshape(-1)
+    order = torch.sort(flat, descending=True, stable=True).indices[:n_best]
+    return torch.bincount(order % n_heads, minlength=n_heads)
+
+
+def best_with_floor(scores: Tensor, protected: Tensor, n_best: int, floor: int) -> Tensor:
+    """Count per head: `floor` of its own best entries, and of the rest whichever are best overall.
+
+    Args:
+        scores: [heads, T] float32.
+        protected: [T] bool, not counted.
+        n_best: entries to hand out, at least heads * floor.
+        floor: entries that every head is sure of.
+
+    Returns:
+        [heads] int64 summing to n_best.
+    """
+    own = rank_per_head(scores[None], protected)[0] < floor
+    return counts_of_best(scores, ~(own | protected), n_best - floor * scores.shape[0]) + floor

@@ -1,0 +1,31 @@
+"""Selectors: which entries a kv head keeps, given scores and its budget. One method, one file."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from precis.core import Prefill
+from precis.scorers import Needs
+
+
+class Selector(Protocol):
+    """One verb, and the observations it reads."""
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
+        """Choose entries.
+
+        Args:
+            prefill: for observations beyond the scores.
+            scores: [L, K, T] float32.
+            budgets: [L, K] int64, protected tokens included.
+            protected: [T] bool, kept by every head.
+
+        Returns:
+            [L, K, T] bool, True = keep; each head keeps exactly its budget.
+        """
+        ...

@@ -1,0 +1,56 @@
+"""SAGE-KV as a view: one top-k per kv head from the last query token, over a snapshot that stays as it is.
+
+Wang et al. 2025, "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction for Efficient Long-Context
+Inference", arXiv:2503.08879.
+As in the paper: selected once, after the query's prefill, per token and per head; sinks and recent tokens are kept.
+Differs from the paper: the snapshot serves other queries unchanged, the whole private tail (query and answer) stays visible
+instead of sliding, and the group's logits are summed, on which the paper is silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SageView:
+    """Sinks, recent tokens, and the entries with the largest logits.
+
+    Attributes:
+        budget: entries per kv head: `n_sink`, half of it the best by logit, the rest the most recent.
+        n_sink: first tokens, always visible.
+    """
+
+    budget: int = 512
+    n_sink: int = 4
+
+    def __post_init__(self) -> None:
+        if self.budget < 2 * self.n_sink + 2:
+            raise ValueError(f"budget must be at least {2 * self.n_sink + 2}, not {self.budget}")
+
+    def select(self, query: Tensor, keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
+        """Choose what one kv head sees.
+
+        Args:
+            query: [G, D] of the last query token.
+            keys: [n, D].
+            positions: [n] int32.
+            n_tokens: T.
+
+        Returns:
+            [m] int64 ascending, m <= budget, or all n where they fit.
+        """
+        n = keys.shape[0]
+        if n <= self.budget:
+            return torch.arange(n, device=keys.device)
+        n_best = self.budget // 2
+        n_recent = self.budget - n_best - self.n_sink
+        fixed = positions < self.n_sink
+        fixed[n - n_recent :] = True
+        logits = (query.float() @ keys.float().T).sum(0).masked_fill(fixed, float("-inf"))
+        best = torch.sort(logits.flip(0), descending=True, stable=True).indices[: self.budget - int(fixed.sum())]
+        fixed[n - 1 - best] = True
+        return fixed.nonzero()[:, 0]

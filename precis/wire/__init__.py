@@ -1,0 +1,1 @@
+"""The plain messages and keys that service and workers share. No torch."""

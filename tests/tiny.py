@@ -1,0 +1,47 @@
+"""Tiny models with seeded random weights for every supported family. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 199
+_BASE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-odd-head": ("llama", {"head_dim": 20}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 40}),
+    "gemma2": ("gemma2", dict(sliding_window=40, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0)),
+    "gemma3": ("gemma3_text", dict(sliding_window=40, head_dim=16, query_pre_attn_scalar=16, layer_types=_GEMMA3_LAYERS)),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-window": ("phi3", {"sliding_window": 40}),
+}
+
+
+def tiny(family: str = "llama", **changes: Any) -> Any:
+    """A transformers model of this family in float32 with eager attention, the same one every time."""
+    kind, extra = FAMILIES.get(family, (family, {}))
+    config = AutoConfig.for_model(kind, **{**_BASE, **extra, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter in model.parameters():  # larger weights, so that attention is not flat
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.08)
+    return model

@@ -1,0 +1,293 @@
+"""Text <-> tokens: the two halves of a prompt, and an incremental detokenizer. No torch.
+
+The seam: a context is rendered once by the model's chat template and ends with the template's end-of-turn token; the query
+part is rendered and tokenized on its own and starts right after it. So `tokens(context) + tokens(query)` is the
+definition, and no re-tokenization can shift the seam. Text from callers is tokenized with special tokens switched off, so
+that a document cannot end its own turn. Models without a template use plain text and a newline as the seam.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from precis.errors import InvalidRequest, UnsupportedModel
+from precis.wire.messages import Message, ModelCard
+
+_REPEAT_FIRST = "Repeat the previous context exactly."
+_REPEAT_NEXT = "Repeat the part of the previous context exactly, starting with "
+_ACKNOWLEDGED = Message("assistant", "OK.")  # for templates that insist on alternating roles
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPart:
+    """The context half of a prompt.
+
+    Attributes:
+        token_ids: at most one BOS, ending with the seam.
+        body: start and stop of the caller's text inside the template.
+        roles: of the messages as rendered; the query part is rendered to fit them.
+    """
+
+    token_ids: list[int]
+    body: tuple[int, int]
+    roles: tuple[str, ...]
+
+    @property
+    def protected(self) -> list[tuple[int, int]]:
+        """The template's own tokens around the body, which are always kept."""
+        around = [(0, self.body[0]), (self.body[1], len(self.token_ids))]
+        return [(start, stop) for start, stop in around if start < stop]
+
+
+class Prompter:
+    """Renders and tokenizes for one model. Immutable; shared by all requests."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._tokenizer = Tokenizer.from_str(card.tokenizer_json)
+        self._plain = Tokenizer.from_str(card.tokenizer_json)
+        self._plain.encode_special_tokens = True
+        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._bos, self._eos = card.bos_token, card.eos_token
+        self._template = _compile(card.chat_template) if card.chat_template else None
+        bos_id = self._tokenizer.token_to_id(card.bos_token) if card.bos_token else None
+        with_special = self._tokenizer.encode("a").ids
+        self._bos_id = bos_id if bos_id is not None and with_special[:1] == [bos_id] else None
+
+    def context_part(self, messages: list[Message]) -> ContextPart:
+        """Render whole messages with the model's template.
+
+        Raises:
+            InvalidRequest: if the template refuses the messages.
+        """
+        if self._template is None:
+            body = self._encode("\n\n".join(m.content for m in messages), plain=True)
+            start = self._with_bos([])
+            return ContextPart(
+                [*start, *body, *self._encode("\n")], (len(start), len(start) + len(body)), tuple(m.role for m in messages)
+            )
+        fitted = self._fit(messages)
+        roles = tuple(m.role for m in fitted)
+        suffix = self._seam(roles)
+        rendered = self._render(_marks(roles), generate=False)
+        pieces = _split(rendered, len(fitted))
+        tokens = self._with_bos(self._encode(pieces[0]))
+        first_body = next((i for i, m in enumerate(fitted) if m.role != "system"), 0)
+        start = stop = len(tokens)
+        for index, message in enumerate(fitted):
+            if index == first_body:
+                start = len(tokens)
+            tokens += self._encode(message.content, plain=True)
+            if message is not _ACKNOWLEDGED:
+                stop = len(tokens)
+            tokens += self._encode(pieces[index + 1] if index + 1 < len(fitted) else suffix)
+        return ContextPart(tokens, (start, stop), roles)
+
+    def query_part(self, roles: tuple[str, ...], messages: list[Message]) -> list[int]:
+        """Render the messages that follow a context, up to the start of the answer.
+
+        Args:
+            roles: of the context, from its `ContextPart`.
+            messages: at least one.
+
+        Raises:
+            InvalidRequest: if the template refuses the messages.
+        """
+        if self._template is None:
+            return self._encode("\n".join(m.content for m in messages), plain=True) + self._encode("\n")
+        pieces = self._query_pieces(roles, [m.role for m in messages])
+        tokens = self._encode(pieces[0])
+        for message, piece in zip(messages, pieces[1:], strict=True):
+            tokens += self._encode(message.content, plain=True) + self._encode(piece)
+        return tokens
+
+    def raw(self, text: str, *, begins: bool) -> list[int]:
+        """Tokens of text as it is; a BOS if it begins a prompt and the model wants one."""
+        tokens = self._encode(text)
+        return self._with_bos(tokens) if begins else tokens
+
+    def raw_part(self, text: str) -> ContextPart:
+        """A whole context of text as it is."""
+        tokens = self.raw(text, begins=True)
+        n_bos = 1 if self._bos_id is not None and tokens[:1] == [self._bos_id] else 0
+        return ContextPart(tokens, (n_bos, len(tokens)), ())
+
+    def repeat_parts(self, roles: tuple[str, ...]) -> tuple[list[int], tuple[list[int], list[int]]]:
+        """Tokens that ask to repeat a context: for its first part, and around the start of a later part.
+
+        Args:
+            roles: of the context; empty for a raw one.
+        """
+        if self._template is None or not roles:
+            opening = self._encode("\n\n" + _REPEAT_NEXT)
+            return self._encode("\n\n" + _REPEAT_FIRST + "\n"), (opening, self._encode("\n"))
+        before, after = self._query_pieces(roles, ["user"])
+        opening = self._encode(before) + self._encode(_REPEAT_NEXT, plain=True)
+        first = self._encode(before) + self._encode(_REPEAT_FIRST, plain=True) + self._encode(after)
+        return first, (opening, self._encode(after))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, without special ones."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def piece(self, token_id: int) -> str:
+        """Text of one token alone; incomplete characters show as U+FFFD."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new one for one answer."""
+        return Detokenizer(self._tokenizer)
+
+    def _fit(self, messages: list[Message]) -> list[Message]:
+        """The messages in the first form that the template renders with a user's turn after them."""
+        system = [m for m in messages if m.role == "system"]
+        rest = [m for m in messages if m.role != "system"]
+        merged = rest
+        if system and rest:
+            text = "\n\n".join(m.content for m in [*system, rest[0]])
+            merged = [Message(rest[0].role, text), *rest[1:]]
+        forms = [messages, [*messages, _ACKNOWLEDGED], merged, [*merged, _ACKNOWLEDGED]]
+        problem: Exception | None = None
+        for form in forms:
+            try:
+                self._seam(tuple(m.role for m in form))
+            except InvalidRequest as error:
+                problem = problem or error
+            else:
+                return form
+        raise problem or InvalidRequest("a context needs at least one message")
+
+    def _seam(self, roles: tuple[str, ...]) -> str:
+        """Template text between the context's last content and the seam: what both renderings share, up to the last
+        special token in it."""
+        alone = _split(self._render(_marks(roles), generate=False), len(roles))[-1]
+        followed = _split(self._render(_marks((*roles, "user")), generate=True), len(roles) + 1)[len(roles)]
+        shared = os.path.commonprefix([alone, followed])
+        encoded = self._tokenizer.encode(shared, add_special_tokens=False)
+        ends = [end for i, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if i in self._special]
+        return shared[: ends[-1]] if ends else shared
+
+    def _query_pieces(self, roles: tuple[str, ...], query_roles: list[str]) -> list[str]:
+        """Template text around the query's contents, from the seam on."""
+        n = len(roles)
+        pieces = _split(self._render(_marks((*roles, *query_roles)), generate=True), n + len(query_roles))
+        suffix = self._seam(roles)
+        if not pieces[n].startswith(suffix):
+            raise UnsupportedModel("the model's chat template rewrites earlier turns, so that no context can be reused")
+        return [pieces[n][len(suffix) :], *pieces[n + 1 :]]
+
+    def _render(self, messages: list[Message], *, generate: bool) -> str:
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            return self._template.render(  # type: ignore[union-attr]
+                messages=plain,
+                add_generation_prompt=generate,
+                bos_token=self._bos,
+                eos_token=self._eos,
+                tools=None,
+                enable_thinking=False,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
+
+    def _encode(self, text: str, *, plain: bool = False) -> list[int]:
+        tokenizer = self._plain if plain else self._tokenizer
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _with_bos(self, tokens: list[int]) -> list[int]:
+        if self._bos_id is None or tokens[:1] == [self._bos_id]:
+            return tokens
+        return [self._bos_id, *tokens]
+
+
+class Detokenizer:
+    """Token by token to text, never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes; empty while a character is incomplete."""
+        self._ids.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id) or ""
+        self._text += text
+        return text
+
+    def finish(self) -> str:
+        """Text still held back at the end, incomplete characters as U+FFFD."""
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""
+
+
+class StopText:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that may be shown, and whether a stop string was reached; it is not shown itself."""
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            return self._held[: min(found)], True
+        n_kept = max((self._overlap(stop) for stop in self._stops), default=0)
+        shown, self._held = self._held[: len(self._held) - n_kept], self._held[len(self._held) - n_kept :]
+        return shown, False
+
+    def finish(self) -> str:
+        """Text held back at the end."""
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins the stop string."""
+        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+    )
+
+    def raise_exception(message: str) -> Any:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(template)
+
+
+def _mark(index: int) -> str:
+    return f"\ue000{index}\ue001"
+
+
+def _marks(roles: tuple[str, ...]) -> list[Message]:
+    """Messages whose contents are private-use marks, so that the template's own text can be told apart."""
+    return [Message(role, _mark(i)) for i, role in enumerate(roles)]
+
+
+def _split(rendered: str, n_marks: int) -> list[str]:
+    """The template's text around the marks.
+
+    Raises:
+        InvalidRequest: if the template drops, repeats or reorders contents.
+    """
+    pieces, rest = [], rendered
+    for index in range(n_marks):
+        before, mark, rest = rest.partition(_mark(index))
+        if not mark:
+            raise InvalidRequest("the model's chat template leaves a message out")
+        pieces.append(before)
+    if "\ue000" in rest or any("\ue000" in piece for piece in pieces):
+        raise InvalidRequest("the model's chat template repeats a message")
+    return [*pieces, rest]

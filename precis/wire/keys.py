@@ -1,0 +1,96 @@
+"""Every Redis key and its lifetime. Keys that are used together in a script carry the hash tag {precis}.
+
+On the queue instance (policy noeviction): all but snapshots. On the store instance (policy volatile-lru): snapshots.
+"""
+
+from __future__ import annotations
+
+GROUP = "workers"  # the consumer group on every job stream
+
+CONTEXTS = "{precis}:contexts"  # zset id -> created_at; no expiry
+EXPIRY = "{precis}:expiry"  # zset id -> Unix time at which the context expires; no expiry
+TOMBSTONES = "{precis}:tombstones"  # zset id -> Unix time at which an expired context's record goes; no expiry
+DEAD = "{precis}:dead"  # stream of jobs that killed two workers; capped at 1000
+WORKERS = "{precis}:workers"  # set of worker ids, dead ones until they are cleaned up; no expiry
+MODELS = "{precis}:models"  # set of model names ever announced; no expiry
+TOTALS = "{precis}:totals"  # hash: raw_bytes and stored_bytes over ready contexts; no expiry
+
+
+def compress_jobs(model: str) -> str:
+    """Stream of CompressJobs; an entry goes when its job is finished."""
+    return f"{{precis}}:jobs:compress:{model}"
+
+
+def answer_jobs(model: str) -> str:
+    """Stream of AnswerJobs and ScoreJobs; an entry goes when its job is finished."""
+    return f"{{precis}}:jobs:answer:{model}"
+
+
+def worker_jobs(worker_id: str) -> str:
+    """Stream of answer jobs for the worker that holds their snapshot; goes with the worker."""
+    return f"{{precis}}:jobs:worker:{worker_id}"
+
+
+def context(context_id: str) -> str:
+    """Hash of a ContextRecord; until deleted, or a day after expiry."""
+    return f"{{precis}}:context:{context_id}"
+
+
+def tokens(context_id: str) -> str:
+    """String of the context's tokens, the source to recompute from; as long as the context lives."""
+    return f"{{precis}}:tokens:{context_id}"
+
+
+def fingerprint(value: str) -> str:
+    """String: id of the context with this fingerprint; as long as the context lives and has not failed."""
+    return f"{{precis}}:fingerprint:{value}"
+
+
+def events(job_id: str) -> str:
+    """Stream of Events of a query or a context; capped, and gone two minutes after the last event."""
+    return f"{{precis}}:events:{job_id}"
+
+
+def cancelled(job_id: str) -> str:
+    """Flag: stop this query or compression; ten minutes."""
+    return f"{{precis}}:cancelled:{job_id}"
+
+
+def queued(job_id: str) -> str:
+    """Flag: this job was enqueued, so that a repeated enqueue does nothing; ten minutes."""
+    return f"{{precis}}:queued:{job_id}"
+
+
+def attempts(job_id: str) -> str:
+    """Counter: how often this job was taken from a dead worker; ten minutes."""
+    return f"{{precis}}:attempts:{job_id}"
+
+
+def worker(worker_id: str) -> str:
+    """String of a WorkerRecord; three beats."""
+    return f"{{precis}}:worker:{worker_id}"
+
+
+def api(api_id: str) -> str:
+    """Flag: this API process lives; ten seconds."""
+    return f"{{precis}}:api:{api_id}"
+
+
+def wake(api_id: str) -> str:
+    """Stream of one entry that interrupts an API process' blocked read; ten seconds."""
+    return f"{{precis}}:wake:{api_id}"
+
+
+def model(name: str) -> str:
+    """String of a ModelCard; no expiry, so that tokenizing works while workers restart."""
+    return f"{{precis}}:model:{name}"
+
+
+def snapshot(context_id: str, part: int = 0) -> str:
+    """Hash of a snapshot: field `m` the sealed manifest, then blobs in slices; expires with the context."""
+    return f"snapshot:{{{context_id}}}" + (f":{part}" if part else "")
+
+
+def staging(context_id: str, token: str, part: int = 0) -> str:
+    """A snapshot while it is being written; ten minutes, then gone whatever happened."""
+    return f"staging:{{{context_id}}}:{token}:{part}"

@@ -1,0 +1,1 @@
+"""The GPU worker: queue -> engine -> store. One process, one device, one model."""

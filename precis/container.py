@@ -128,6 +128,22 @@ def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec,
     return b"".join(pieces)
 
 
+def head_bytes(snapshot: Snapshot, codec: Codec) -> list[list[int]]:
+    """[L][K] bytes that each kv head's entries and positions take, without padding."""
+    g, n_tokens = snapshot.geometry, snapshot.header.n_tokens
+    sizes = []
+    for layer in range(g.n_layers):
+        row = []
+        for kv_head in range(g.n_kv_heads):
+            start, stop = snapshot.bounds(layer, kv_head)
+            head = snapshot.positions[start:stop].cpu().numpy()
+            layout = Layout((stop - start,), _sinks([head], snapshot.header.n_sink), g.head_dim)
+            parts = sum(prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values())
+            row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts)
+        sizes.append(row)
+    return sizes
+
+
 def open_manifest(sealed: bytes, key: bytes = b"") -> Manifest:
     """Check the seal and read the manifest.
 

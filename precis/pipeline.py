@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from precis.container import CODECS, Packed, check_manifest, open_manifest, pack, unpack
@@ -85,7 +84,7 @@ def header_of(model: Model, document: Document, how: Compression) -> SnapshotHea
 
 def fingerprint_of(model_digest: str, token_ids: Sequence[int], how: Compression) -> str:
     """Fingerprint of these tokens, compressed like this, by this model."""
-    return of_context(model_digest, np.asarray(token_ids, "<i4").tobytes(), msgspec.to_builtins(how))
+    return of_context(model_digest, np.asarray(token_ids, "<i4").tobytes(), how.parameters())
 
 
 def load(model: Model, rotary: Rotary, packed: Packed, fingerprint: str, key: bytes = b"") -> Snapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def serve(name: str, location: str, device: torch.device, dtype: torch.dtype) ->
     model = attach(hf)
     check_against(model, probe, expected)
     card = card_of(name, model, tokenizer)
+    model = replace(model, digest=card.digest)  # token ids are part of a fingerprint, so the tokenizer is as well
     return Served(model, Rotary(model, model.geometry.max_length), Prompter(card), card)
 
 

@@ -11,7 +11,7 @@ CONTEXTS = "{precis}:contexts"  # zset id -> created_at; no expiry
 EXPIRY = "{precis}:expiry"  # zset id -> Unix time at which the context expires; no expiry
 TOMBSTONES = "{precis}:tombstones"  # zset id -> Unix time at which an expired context's record goes; no expiry
 DEAD = "{precis}:dead"  # stream of jobs that killed two workers; capped at 1000
-WORKERS = "{precis}:workers"  # set of worker ids, dead ones until they are cleaned up; no expiry
+WORKERS = "{precis}:workers"  # hash worker id -> model, dead ones until they are cleaned up; no expiry
 MODELS = "{precis}:models"  # set of model names ever announced; no expiry
 TOTALS = "{precis}:totals"  # hash: raw_bytes and stored_bytes over ready contexts; no expiry
 
@@ -61,11 +61,6 @@ def queued(job_id: str) -> str:
     return f"{{precis}}:queued:{job_id}"
 
 
-def attempts(job_id: str) -> str:
-    """Counter: how often this job was taken from a dead worker; ten minutes."""
-    return f"{{precis}}:attempts:{job_id}"
-
-
 def worker(worker_id: str) -> str:
     """String of a WorkerRecord; three beats."""
     return f"{{precis}}:worker:{worker_id}"
@@ -82,7 +77,7 @@ def wake(api_id: str) -> str:
 
 
 def model(name: str) -> str:
-    """String of a ModelCard; no expiry, so that tokenizing works while workers restart."""
+    """Hash: `digest`, and `card`, a ModelCard; no expiry, so that tokenizing works while workers restart."""
     return f"{{precis}}:model:{name}"
 
 

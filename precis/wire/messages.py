@@ -225,6 +225,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
         body: span of the caller's text in the tokens.
         expire_at: Unix time, seconds; None = pinned, never.
         head_counts: [L][K] kept entries.
+        head_bytes: [L][K] bytes of them, without padding.
         layer_bytes: [L] stored bytes.
     """
 
@@ -250,6 +251,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
     fidelity: FidelityRecord | None = None
     timings: dict[str, float] = {}
     head_counts: list[list[int]] = []
+    head_bytes: list[list[int]] = []
     layer_bytes: list[int] = []
     error: Problem | None = None
 

@@ -1,0 +1,47 @@
+"""The names that both processes' settings may have, so that a misspelt PRECIS_* variable stops the start of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+PREFIX = "PRECIS_"
+SERVICE_NAMES = frozenset(
+    {
+        "queue_url",
+        "store_url",
+        "host",
+        "port",
+        "max_body_bytes",
+        "compress_queue_limit",
+        "answer_queue_limit",
+        "default_ttl_s",
+        "answer_timeout_s",
+        "worker_grace_s",
+        "default_policy",
+    }
+)
+WORKER_NAMES = frozenset(
+    {
+        "queue_url",
+        "store_url",
+        "model",
+        "model_name",
+        "data_dir",
+        "device",
+        "dtype",
+        "threads",
+        "slots",
+        "lease_s",
+        "hot_bytes",
+        "seal_key",
+        "metrics_port",
+        "role",
+        "chunk_bytes",
+    }
+)
+
+
+def unknown_names(environment: Iterable[str]) -> list[str]:
+    """PRECIS_* names that no process knows."""
+    known = {PREFIX + name.upper() for name in SERVICE_NAMES | WORKER_NAMES}
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)

@@ -1,0 +1,152 @@
+"""The API process: `create_app(settings)`, and `python -m service.app` to run it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from precis import __version__
+from precis.errors import BodyTooLarge
+from service import chat, contexts, metrics, problems, queries, system
+from service.events import Follower
+from service.fleet import Fleet
+from service.jobs import Jobs
+from service.records import Records
+from service.settings import Settings, load
+from service.state import State
+from service.store import connect
+
+_GRACE_S = 5  # after the streams were told of the shutdown
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Put the API together."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        stores = connect(settings.queue_url, settings.store_url)
+        state = State(
+            settings=settings,
+            stores=stores,
+            records=Records(stores, settings.compress_queue_limit),
+            jobs=Jobs(stores.queue, settings.answer_queue_limit),
+            fleet=Fleet(stores.queue, settings.worker_grace_s),
+            follower=Follower(stores.queue, uuid.uuid4().hex[:12]),
+        )
+        app.state.precis = state
+        await state.follower.start()
+        sweeper = asyncio.create_task(state.records.sweep_forever())
+        yield
+        sweeper.cancel()
+        await state.follower.stop()
+        await stores.close()
+
+    app = FastAPI(
+        title="Precis",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        max_body_size=settings.max_body_bytes,
+        generate_unique_id_function=_operation_id,
+    )
+    problems.install(app)
+    for module in (contexts, queries, chat, system):
+        app.include_router(module.router)
+    app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+class Watch:
+    """Counts and logs every request, and answers bodies that are declared too large in our own shape."""
+
+    def __init__(self, app: Any, max_body_bytes: int) -> None:
+        self._app, self._max_body_bytes = app, max_body_bytes
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """As ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status = 499
+
+        async def noting(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                metrics.REQUEST_SECONDS.labels(_route(scope)).observe(time.monotonic() - began)
+            await send(message)
+
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        try:
+            if length.isdigit() and int(length) > self._max_body_bytes:
+                error = BodyTooLarge(
+                    f"the body has {int(length)} bytes, the limit is {self._max_body_bytes}", limit=self._max_body_bytes
+                )
+                await problems.response_of(error, scope["path"])(scope, receive, noting)
+            else:
+                await self._app(scope, receive, noting)
+        finally:
+            metrics.REQUESTS.labels(scope["method"], _route(scope), status).inc()
+            structlog.get_logger("http").info(
+                "request", method=scope["method"], path=scope["path"], status=status, ms=round((time.monotonic() - began) * 1000, 1)
+            )
+
+
+def _route(scope: dict[str, Any]) -> str:
+    """The route's pattern, so that ids do not become label values."""
+    return getattr(scope.get("route"), "path", "unmatched")
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but open streams are told at once that the server stops."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._precis_app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On SIGTERM or SIGINT: end all streams with an error event, then stop as uvicorn does."""
+        state: State | None = getattr(self._precis_app.state, "precis", None)
+        if state is not None and not state.draining:
+            state.draining = True
+            state.follower.end_all("the server is shutting down: ask again")
+        super().handle_exit(sig, frame)
+
+
+def main() -> None:
+    """Run the API until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.WARNING)
+    settings = load()
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Server(config, app).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Routes of contexts: upload, look, change, delete, follow."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from fastapi.exceptions import RequestValidationError
+
+from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest, JobLost
+from precis.fingerprint import of_context
+from precis.protection import check_budget
+from precis.text import ContextPart, Prompter
+from precis.wire import keys
+from precis.wire.codec import decode_event
+from precis.wire.messages import ContextRecord, Event, FailedEvent, Message, ProgressEvent, ReadyEvent
+from precis.wire.presets import resolve
+from service import sse
+from service.events import events_of
+from service.records import expired
+from service.schemas import ContextIn, ContextPatch, context_out
+from service.state import State, StateDep
+
+router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": ContextIn.model_json_schema()},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary", "description": "a UTF-8 text file"},
+                        "options": {"type": "string", "description": "the other fields of the JSON form, as JSON"},
+                    },
+                }
+            },
+        },
+    }
+}
+_WAIT_LIMIT_S = 3600.0
+
+
+@router.post("", openapi_extra=_BODY, status_code=202)
+async def create_context(
+    request: Request, state: StateDep, wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None
+) -> Response:
+    """Upload a document; 202 while it is being compressed, 200 when it is there already or got ready within `wait`."""
+    wanted = await _read(request)
+    record, token_ids = await prepare(state, wanted)
+    await state.fleet.need_worker(record.model, job="compress")
+    record, new = await state.records.create(record, token_ids)
+    if wait is not None and record.status not in ("ready", "failed"):
+        record = await _wait(state, record, wait)
+    status = 200 if record.status in ("ready", "failed") or not new else 202
+    return JSONResponse(context_out(record), status, headers={"Location": f"/v1/contexts/{record.id}"})
+
+
+async def _read(request: Request) -> ContextIn:
+    """The upload from JSON or from a multipart form."""
+    try:
+        if request.headers.get("content-type", "").startswith("multipart/form-data"):
+            async with request.form(max_files=1, max_fields=8) as form:
+                upload = form.get("file")
+                if upload is None or isinstance(upload, str):
+                    raise InvalidRequest("the form needs a part named file")
+                text = (await upload.read()).decode()
+                options = json.loads(str(form.get("options") or "{}"))
+                if not isinstance(options, dict):
+                    raise InvalidRequest("options must be a JSON object")
+                return ContextIn.model_validate({"name": upload.filename or "", **options, "text": text})
+        return ContextIn.model_validate(await request.json())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the document is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from error
+    except ValidationError as error:
+        located = [{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_input=False)]
+        raise RequestValidationError(located) from error
+
+
+async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes]:
+    """Check and tokenize an upload.
+
+    Raises:
+        EmptyDocument, ContextTooLong, BudgetTooSmall, InvalidRequest, ModelNotFound: whichever it is.
+    """
+    compression = wanted.compression
+    how = resolve(compression.policy or state.settings.default_policy, compression.keep_ratio, compression.codec)
+    messages = _messages(wanted)
+    card = await state.fleet.card(wanted.model)
+    prompter = await state.fleet.prompter(card)
+    part = await asyncio.to_thread(_part, prompter, wanted, messages)
+    n_tokens = len(part.token_ids)
+    if n_tokens > card.max_context:
+        raise ContextTooLong(
+            f"the document has {n_tokens} tokens, {card.name} takes contexts of up to {card.max_context}: shorten or split it",
+            limit=card.max_context,
+            n_tokens=n_tokens,
+        )
+    check_budget(n_tokens, how, part.protected)
+    token_ids = int32_bytes(part.token_ids)
+    now = time.time()
+    record = ContextRecord(
+        id=f"ctx_{uuid.uuid4().hex[:20]}",
+        model=card.name,
+        tokenizer_digest=card.tokenizer_digest,
+        fingerprint=of_context(card.digest, token_ids, how.parameters()),
+        compression=how,
+        template=wanted.template,
+        roles=list(part.roles),
+        body=part.body,
+        n_tokens=n_tokens,
+        created_at=now,
+        name=wanted.name,
+        metadata=wanted.metadata,
+        pinned=wanted.pinned,
+        expire_at=_expire_at(state, wanted, now),
+        raw_bytes=n_tokens * card.raw_bytes_per_token,
+    )
+    return record, token_ids
+
+
+def _messages(wanted: ContextIn) -> list[Message]:
+    messages = [m.plain() for m in wanted.messages or []]
+    if wanted.text is not None:
+        system = [Message("system", wanted.instructions)] if wanted.instructions else []
+        messages = [*system, Message("user", wanted.text)]
+    if not any(m.content.strip() for m in messages if m.role != "system"):
+        raise EmptyDocument("the document is empty: there is nothing to ask about")
+    return messages
+
+
+def _part(prompter: Prompter, wanted: ContextIn, messages: list[Message]) -> ContextPart:
+    return prompter.raw_part(messages[0].content) if wanted.template == "raw" else prompter.context_part(messages)
+
+
+def _expire_at(state: State, wanted: ContextIn | ContextPatch, now: float) -> float | None:
+    if wanted.pinned:
+        return None
+    if wanted.expire_time is not None:
+        return wanted.expire_time.timestamp()
+    return now + (wanted.ttl_s or state.settings.default_ttl_s)
+
+
+def int32_bytes(token_ids: list[int]) -> bytes:
+    """Little-endian int32, as tokens travel and are stored."""
+    packed = array.array("i", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextRecord:
+    """The record when it is ready or failed, or as it is after `seconds`."""
+    subscription = await state.follower.follow(record.id)
+    deadline = time.monotonic() + seconds
+    try:
+        while record.status not in ("ready", "failed") and time.monotonic() < deadline:
+            try:
+                await asyncio.wait_for(subscription.queue.get(), min(1.0, max(0.01, deadline - time.monotonic())))
+            except TimeoutError:
+                pass
+            record = await state.records.get(record.id)
+    finally:
+        state.follower.unfollow(subscription)
+    return record
+
+
+@router.get("")
+async def list_contexts(
+    state: StateDep,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    after: str | None = None,
+    status: str | None = None,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Contexts from the newest on; `after` is the last id of the page before."""
+    found: list[dict[str, Any]] = []
+    has_more = True
+    while has_more and len(found) < limit:
+        page = await state.records.page(limit, after)
+        has_more = len(page) == limit
+        for record in page:
+            shown = context_out(record)
+            if status in (None, shown["status"]) and model in (None, record.model):
+                found.append(shown)
+        after = page[-1].id if page else after
+    return {"object": "list", "data": found[:limit], "has_more": has_more or len(found) > limit}
+
+
+@router.get("/{context_id}")
+async def get_context(context_id: str, state: StateDep) -> dict[str, Any]:
+    """One context, whatever its status."""
+    return context_out(await state.records.get(context_id))
+
+
+@router.patch("/{context_id}")
+async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep) -> dict[str, Any]:
+    """Change expiry, pin, name or metadata."""
+    record = await state.records.get(context_id)
+    if expired(record):
+        record = await state.ready_context(context_id)
+    changes: dict[str, Any] = wanted.model_dump(include={"name", "metadata"}, exclude_none=True)
+    if wanted.pinned is not None or wanted.ttl_s is not None or wanted.expire_time is not None:
+        changes |= {"pinned": bool(wanted.pinned), "expire_at": _expire_at(state, wanted, time.time())}
+    return context_out(await state.records.patch(record, **changes) if changes else record)
+
+
+@router.delete("/{context_id}")
+async def delete_context(context_id: str, state: StateDep) -> dict[str, Any]:
+    """Take a context away; a running compression is cancelled."""
+    record = await state.records.get(context_id)
+    if record.status not in ("ready", "failed"):
+        await state.jobs.cancel(context_id)
+    freed = await state.records.delete(record)
+    return {"id": context_id, "object": "context", "deleted": True, "freed_bytes": freed}
+
+
+@router.get("/{context_id}/heads")
+async def get_heads(context_id: str, state: StateDep) -> dict[str, Any]:
+    """Kept entries and bytes per layer and kv head."""
+    record = await state.ready_context(context_id)
+    layers = [
+        {
+            "layer": layer,
+            "stored_bytes": record.layer_bytes[layer],
+            "heads": [
+                {"kv_head": head, "n_kept": n_kept, "bytes": n_bytes, "keep_ratio": round(n_kept / record.n_tokens, 4)}
+                for head, (n_kept, n_bytes) in enumerate(zip(counts, record.head_bytes[layer], strict=True))
+            ],
+        }
+        for layer, counts in enumerate(record.head_counts)
+    ]
+    return {"id": record.id, "n_tokens": record.n_tokens, "layers": layers}
+
+
+@router.get("/{context_id}/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
+async def context_events(
+    context_id: str, state: StateDep, last_event_id: Annotated[str | None, Header()] = None
+) -> Response:
+    """Follow a context's work as server-sent events: queued, prefill, score, scored, stored, ready or failed."""
+    after = last_event_id or "0-0"
+    if not all(part.isdigit() for part in after.split("-")) or after.count("-") > 1:
+        raise InvalidRequest("Last-Event-ID must be an id that this stream sent")
+    record = await state.records.get(context_id)
+    return sse.respond(_context_frames(state, record, after))
+
+
+async def _context_frames(state: State, record: ContextRecord, after: str) -> AsyncIterator[bytes]:
+    subscription = await state.follower.follow(record.id, after)
+    try:
+        current = await state.records.find(record.id) or record
+        if after == "0-0":
+            yield sse.frame(json.dumps({"status": "queued", "total": record.n_tokens}), "queued")
+        if current.status in ("ready", "failed"):
+            async for found in _past(state, current, after):
+                yield found
+            return
+        async for entry_id, event in events_of(subscription, state.settings.answer_timeout_s):
+            for name, data in _named(event):
+                yield sse.frame(json.dumps(data), name, entry_id)
+    except JobLost as error:
+        yield sse.frame(json.dumps({"code": error.code, "detail": error.detail}), "failed")
+    finally:
+        state.follower.unfollow(subscription)
+
+
+async def _past(state: State, record: ContextRecord, after: str) -> AsyncIterator[bytes]:
+    """What is left of a finished context's stream, closed by its end."""
+    ended = False
+    for raw_id, fields in await state.stores.queue.xrange(keys.events(record.id), f"({after}", "+"):
+        event = decode_event(fields[b"event"])
+        ended = ended or isinstance(event, (ReadyEvent, FailedEvent))
+        for name, data in _named(event):
+            yield sse.frame(json.dumps(data), name, raw_id.decode())
+    if not ended:
+        error = record.error
+        end: Event = ReadyEvent() if error is None else FailedEvent(error.code, error.detail)
+        for name, data in _named(end):
+            yield sse.frame(json.dumps(data), name)
+
+
+def _named(event: Event) -> list[tuple[str, dict[str, Any]]]:
+    """Event names and data as clients see them."""
+    match event:
+        case ProgressEvent(stage="encode"):
+            return [("scored", {"status": event.status})]
+        case ProgressEvent():
+            return [(event.stage, {"status": event.status, "processed": event.processed, "total": event.total})]
+        case ReadyEvent():
+            return [("stored", {"status": "storing"}), ("ready", {"status": "ready"})]
+        case FailedEvent():
+            return [("failed", {"status": "failed", "code": event.code, "detail": event.detail})]
+    return []

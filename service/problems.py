@@ -1,0 +1,119 @@
+"""The one table from error to status, and the two shapes an error has on the wire: RFC 9457, and OpenAI's on OpenAI routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from precis import errors
+from service import metrics
+
+STATUS: dict[type[errors.PrecisError], int] = {
+    errors.PrecisError: 500,
+    errors.RequestError: 422,
+    errors.InvalidRequest: 422,
+    errors.EmptyDocument: 422,
+    errors.BudgetTooSmall: 422,
+    errors.UnsupportedModel: 422,
+    errors.ModelNotFound: 404,
+    errors.ContextNotFound: 404,
+    errors.ContextNotReady: 409,
+    errors.ContextFailed: 409,
+    errors.ContextExpired: 410,
+    errors.ContextTooLong: 413,
+    errors.QueryTooLong: 413,
+    errors.BodyTooLarge: 413,
+    errors.CapacityError: 503,
+    errors.QueueFull: 429,
+    errors.StoreFull: 507,
+    errors.NoWorker: 503,
+    errors.ShuttingDown: 503,
+    errors.SnapshotError: 500,
+    errors.SnapshotMissing: 410,
+    errors.SnapshotCorrupt: 500,
+    errors.SnapshotStale: 409,
+    errors.WorkerError: 500,
+    errors.OutOfMemory: 503,
+    errors.JobLost: 503,
+    errors.JobCancelled: 499,
+    errors.InternalError: 500,
+}
+_OPENAI_TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_RETRY_S = {errors.NoWorker: 5, errors.ShuttingDown: 2, errors.JobLost: 1}
+
+
+def is_openai(path: str) -> bool:
+    """Whether a route answers in OpenAI's shapes."""
+    return path.startswith(("/v1/chat/", "/v1/models"))
+
+
+def body_of(error: errors.PrecisError, path: str) -> dict[str, Any]:
+    """The body that tells of an error, on any kind of route."""
+    if is_openai(path):
+        kind = _OPENAI_TYPES.get(STATUS[type(error)], "invalid_request_error")
+        return {"error": {"message": error.detail, "type": kind, "param": error.extra.get("param"), "code": error.code}}
+    return {
+        "type": f"urn:precis:{error.code}",
+        "title": error.code.replace("_", " "),
+        "status": STATUS[type(error)],
+        "detail": error.detail,
+        "code": error.code,
+        **{name: value for name, value in error.extra.items() if name != "retry_after_s"},
+    }
+
+
+def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
+    """The response that tells of an error."""
+    metrics.ERRORS.labels(error.code).inc()
+    retry = error.extra.get("retry_after_s", _RETRY_S.get(type(error)))
+    return JSONResponse(
+        body_of(error, path),
+        STATUS[type(error)],
+        headers={"Retry-After": str(retry)} if retry is not None else None,
+        media_type="application/json" if is_openai(path) else "application/problem+json",
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Give every kind of exception its response."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return response_of(error if isinstance(error, errors.PrecisError) else _unexpected(error), request.url.path)
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        found = error.errors() if isinstance(error, RequestValidationError) else []
+        fields = [{"field": ".".join(map(str, e["loc"][1:])) or "body", "problem": e["msg"]} for e in found]
+        detail = "; ".join(f"{f['field']}: {f['problem']}" for f in fields) or "the request is invalid"
+        return response_of(errors.InvalidRequest(detail, fields=fields), request.url.path)
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        if status == 413:
+            return response_of(errors.BodyTooLarge("the request body is too large"), request.url.path)
+        detail = error.detail if isinstance(error, HTTPException) else ""
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+        if is_openai(request.url.path):
+            body: dict[str, Any] = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": code}}
+        else:
+            body = {"type": f"urn:precis:{code}", "title": detail, "status": status, "detail": detail, "code": code}
+        return JSONResponse(body, status, media_type="application/json" if is_openai(request.url.path) else "application/problem+json")
+
+    app.add_exception_handler(errors.PrecisError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RedisError, ours)
+    app.add_exception_handler(Exception, ours)
+
+
+def _unexpected(error: Exception) -> errors.PrecisError:
+    if isinstance(error, RedisError):
+        structlog.get_logger("service").error("store_unreachable", error=type(error).__name__)
+        return errors.CapacityError("the store cannot be reached: try again", retry_after_s=2)
+    structlog.get_logger("service").error("unexpected", exc_info=error)
+    return errors.InternalError("an unexpected error; it was logged")

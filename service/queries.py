@@ -1,0 +1,176 @@
+"""Routes that ask a context: queries (JSON or server-sent events) and scores."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from precis.errors import InvalidRequest, PrecisError, SnapshotStale
+from precis.text import Prompter
+from precis.wire.messages import (
+    AnswerJob,
+    ContextRecord,
+    DoneEvent,
+    Message,
+    ModelCard,
+    Sampling,
+    ScoreItem,
+    ScoreJob,
+    TokenLogprob,
+)
+from service import metrics, sse
+from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
+from service.contexts import int32_bytes
+from service.schemas import QueryIn, ScoreIn, ViewIn
+from service.state import State, StateDep
+
+router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["queries"])
+_DEFAULT_MAX_TOKENS = 256
+
+
+@router.post("/queries")
+async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep) -> Response:
+    """Answer a question on top of a context's snapshot."""
+    record = await state.ready_context(context_id)
+    card, prompter = await model_of(state, record)
+    token_ids = query_tokens(prompter, record, wanted)
+    max_tokens = check_room(card, record, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    view = ViewIn() if wanted.view == "sage" else wanted.view
+    job = AnswerJob(
+        id=f"q_{uuid.uuid4().hex[:20]}",
+        context_id=record.id,
+        token_ids=int32_bytes(token_ids),
+        sampling=Sampling(
+            max_tokens=max_tokens,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            seed=wanted.seed,
+            stop=wanted.stops,
+            n_top=wanted.top_logprobs if wanted.logprobs else 0,
+            logprobs=wanted.logprobs,
+            ignore_eos=wanted.ignore_eos,
+        ),
+        api=state.follower.api_id,
+        sent_at=time.time(),
+        view_budget=view.budget if view else 0,
+    )
+    asked = await begin(state, request, record, job)
+    headers = {"x-cache": asked.cache}
+    if wanted.stream:
+        return sse.respond(_frames(asked), headers)
+    found = await collect(request, asked)
+    if found.done is None:
+        raise InvalidRequest("the answer ended early")
+    body: dict[str, Any] = {
+        "id": job.id,
+        "object": "answer",
+        "context": record.id,
+        "model": record.model,
+        "text": found.text,
+        **_end(found.done),
+    }
+    if wanted.logprobs:
+        body["logprobs"] = [logprob_out(each) for each in found.logprobs]
+    return JSONResponse(body, headers=headers)
+
+
+async def model_of(state: State, record: ContextRecord) -> tuple[ModelCard, Prompter]:
+    """A context's model and tokenizer.
+
+    Raises:
+        SnapshotStale: if the model now has another tokenizer than the context's tokens were made with.
+    """
+    card = await state.fleet.card(record.model)
+    if card.tokenizer_digest != record.tokenizer_digest:
+        raise SnapshotStale(f"{record.model} now has another tokenizer or chat template: upload the context again")
+    return card, await state.fleet.prompter(card)
+
+
+def query_tokens(prompter: Prompter, record: ContextRecord, wanted: QueryIn) -> list[int]:
+    """The query part, at least one token.
+
+    Raises:
+        InvalidRequest: if the query does not fit the context's template, or is empty.
+    """
+    if (record.template == "raw") != (wanted.prompt is not None):
+        fields = "prompt" if record.template == "raw" else "question or messages"
+        raise InvalidRequest(f"this context has the {record.template} template: give {fields}")
+    if wanted.prompt is not None:
+        tokens = prompter.raw(wanted.prompt, begins=False)
+    else:
+        messages = [m.plain() for m in wanted.messages or []] or [Message("user", wanted.question or "")]
+        if not any(m.content.strip() for m in messages):
+            raise InvalidRequest("the question is empty")
+        tokens = prompter.query_part(tuple(record.roles), messages)
+    if not tokens:
+        raise InvalidRequest("the query is empty")
+    return tokens
+
+
+async def _frames(asked: Asked) -> AsyncIterator[bytes]:
+    """`token` events, then `done`, or `error`."""
+    try:
+        async for event in asked.rest():
+            if isinstance(event, DoneEvent):
+                yield sse.frame(json.dumps(_end(event)), "done")
+            else:
+                data: dict[str, Any] = {"text": event.text}
+                if event.logprobs:
+                    data["logprobs"] = [logprob_out(each) for each in event.logprobs]
+                yield sse.frame(json.dumps(data), "token")
+    except PrecisError as error:
+        metrics.ERRORS.labels(error.code).inc()
+        yield sse.frame(json.dumps(problem_of(error)), "error")
+    finally:
+        await asked.close()
+
+
+def _end(done: DoneEvent) -> dict[str, Any]:
+    return {"finish_reason": done.finish_reason, "usage": usage_of(done), "timings": timings_out(done.timings)}
+
+
+def logprob_out(found: TokenLogprob) -> dict[str, Any]:
+    """One token's log-probability as OpenAI shows it."""
+    return {
+        "token": found.token,
+        "bytes": list(found.token.encode()),
+        "logprob": found.logprob,
+        "top_logprobs": [
+            {"token": token, "bytes": list(token.encode()), "logprob": logprob} for token, _, logprob in found.top
+        ],
+    }
+
+
+@router.post("/score")
+async def score(context_id: str, wanted: ScoreIn, request: Request, state: StateDep) -> Response:
+    """Log-probabilities of continuations on the compressed cache."""
+    record = await state.ready_context(context_id)
+    card, prompter = await model_of(state, record)
+    items = []
+    n_tokens = 0
+    for item in wanted.items:
+        prompt = prompter.raw(item.prompt, begins=False)
+        continuation = prompter.raw(item.continuation, begins=False)
+        if not prompt or not continuation:
+            raise InvalidRequest("prompt and continuation need at least one token each")
+        check_room(card, record, len(prompt) + len(continuation), 1)
+        n_tokens += len(prompt) + len(continuation)
+        items.append(ScoreItem(int32_bytes(prompt), int32_bytes(continuation)))
+    job = ScoreJob(f"s_{uuid.uuid4().hex[:20]}", record.id, items, state.follower.api_id, time.time())
+    event = await scored(state, request, record, job)
+    cached = event.timings.cache_n
+    body = {
+        "object": "score",
+        "context": record.id,
+        "model": record.model,
+        "items": [{"tokens": i.tokens, "logprobs": i.logprobs, "greedy": i.greedy} for i in event.items],
+        "usage": usage(record.n_tokens + n_tokens, 0, cached),
+        "timings": timings_out(event.timings),
+    }
+    return JSONResponse(body, headers={"x-cache": event.cache})

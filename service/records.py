@@ -1,0 +1,220 @@
+"""The service's half of context records: create once, get, list, change, delete, expire."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from precis.errors import ContextNotFound, QueueFull
+from precis.wire import keys
+from precis.wire.codec import decode_record, encode, record_fields, whole_record
+from precis.wire.messages import CompressJob, ContextRecord
+from service import metrics
+from service.store import Stores
+
+_TOMBSTONE_S = 86400
+_SWEEP_S = 1.0
+_CREATE = """
+local found = redis.call('GET', KEYS[1])
+if found then return found end
+if redis.call('XLEN', KEYS[6]) >= tonumber(ARGV[4]) then return 'full' end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[2], unpack(ARGV, 7))
+redis.call('SET', KEYS[3], ARGV[6])
+redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
+if ARGV[3] ~= '' then redis.call('ZADD', KEYS[5], ARGV[3], ARGV[1]) end
+redis.call('XADD', KEYS[6], '*', 'job', ARGV[5], 'attempt', 0)
+return ARGV[1]
+"""
+# Takes everything of a context away but, for an expiry, the record, which says so for a day.
+_REMOVE = """
+local existed = redis.call('EXISTS', KEYS[1])
+if existed == 0 then return 0 end
+if redis.call('HGET', KEYS[1], 'status') == '"ready"' then
+  redis.call('HINCRBY', KEYS[7], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
+  redis.call('HINCRBY', KEYS[7], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
+end
+if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
+redis.call('UNLINK', KEYS[2])
+redis.call('ZREM', KEYS[5], ARGV[1])
+if ARGV[2] == '' then
+  redis.call('UNLINK', KEYS[1], KEYS[8])
+  redis.call('ZREM', KEYS[4], ARGV[1])
+  redis.call('ZREM', KEYS[6], ARGV[1])
+else
+  redis.call('HSET', KEYS[1], 'status', '"failed"', 'error', ARGV[3])
+  redis.call('ZADD', KEYS[6], ARGV[2], ARGV[1])
+end
+return 1
+"""
+_PATCH = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+if ARGV[2] == '' then redis.call('ZREM', KEYS[2], ARGV[1]) else redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1]) end
+return 1
+"""
+
+
+class Records:
+    """Context records on the queue instance, and their snapshots' expiry on the store instance."""
+
+    def __init__(self, stores: Stores, compress_limit: int) -> None:
+        self._queue, self._store = stores.queue, stores.snapshots
+        self._limit = compress_limit
+        self._create = self._queue.register_script(_CREATE)
+        self._remove = self._queue.register_script(_REMOVE)
+        self._patch = self._queue.register_script(_PATCH)
+
+    async def create(self, record: ContextRecord, token_ids: bytes) -> tuple[ContextRecord, bool]:
+        """Store a context and queue its compression, or find the one that already has this fingerprint.
+
+        Returns:
+            The record, and whether it is new.
+
+        Raises:
+            QueueFull: if too many contexts wait; nothing was stored then.
+        """
+        fields = [part for pair in whole_record(record).items() for part in pair]
+        where = [
+            keys.fingerprint(record.fingerprint),
+            keys.context(record.id),
+            keys.tokens(record.id),
+            keys.CONTEXTS,
+            keys.EXPIRY,
+            keys.compress_jobs(record.model),
+        ]
+        expire = "" if record.expire_at is None else record.expire_at
+        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), token_ids, *fields]
+        for _ in range(2):
+            answer: str = (await self._create(keys=where, args=args)).decode()
+            if answer == "full":
+                raise QueueFull(f"{self._limit} contexts are waiting or running, which is the limit: try again", retry_after_s=10)
+            if answer == record.id:
+                metrics.CONTEXTS_CREATED.labels("new").inc()
+                return record, True
+            found = await self.find(answer)
+            if found is not None and not expired(found):
+                metrics.CONTEXTS_CREATED.labels("existing").inc()
+                return found, False
+            await self._queue.delete(where[0])  # it points to nothing that can be asked
+        raise ContextNotFound("the same context is being deleted: upload it again")
+
+    async def find(self, context_id: str) -> ContextRecord | None:
+        """A record, or None."""
+        return decode_record(await self._queue.hgetall(keys.context(context_id)))
+
+    async def get(self, context_id: str) -> ContextRecord:
+        """A record.
+
+        Raises:
+            ContextNotFound: if there is none.
+        """
+        record = await self.find(context_id)
+        if record is None:
+            raise ContextNotFound(f"there is no context {context_id}")
+        return record
+
+    async def page(self, limit: int, after: str | None) -> list[ContextRecord]:
+        """Records from the newest on, `limit` at most, after the one named.
+
+        Raises:
+            ContextNotFound: if `after` names none.
+        """
+        start = 0
+        if after is not None:
+            rank = await self._queue.zrevrank(keys.CONTEXTS, after)
+            if rank is None:
+                raise ContextNotFound(f"there is no context {after}")
+            start = rank + 1
+        ids = await self._queue.zrevrange(keys.CONTEXTS, start, start + limit - 1)
+        async with self._queue.pipeline(transaction=False) as pipe:
+            for raw in ids:
+                pipe.hgetall(keys.context(raw.decode()))
+            found = await pipe.execute() if ids else []
+        return [record for stored in found if (record := decode_record(stored)) is not None]
+
+    async def patch(self, record: ContextRecord, **changes: Any) -> ContextRecord:
+        """Change fields; a changed expiry moves the snapshot's as well.
+
+        Raises:
+            ContextNotFound: if it was deleted meanwhile.
+        """
+        fields = [part for pair in record_fields(**changes).items() for part in pair]
+        expire_at = changes.get("expire_at", record.expire_at)
+        args = [record.id, "" if expire_at is None else expire_at, *fields]
+        if not await self._patch(keys=[keys.context(record.id), keys.EXPIRY], args=args):
+            raise ContextNotFound(f"there is no context {record.id}")
+        for key in await self._parts(record.id):
+            await (self._store.persist(key) if expire_at is None else self._store.pexpireat(key, int(expire_at * 1000)))
+        return await self.get(record.id)
+
+    async def delete(self, record: ContextRecord) -> int:
+        """Take a context away with all that is stored of it.
+
+        Returns:
+            Bytes that the servers held for it.
+        """
+        parts = await self._parts(record.id)
+        freed = 0
+        for client, key in [
+            *((self._store, part) for part in parts),
+            *((self._queue, key) for key in (keys.context(record.id), keys.tokens(record.id), keys.events(record.id))),
+        ]:
+            freed += int(await client.memory_usage(key, samples=0) or 0)
+        await self._take_away(record, tombstone="")
+        await self._store.unlink(*parts)
+        return freed
+
+    async def _take_away(self, record: ContextRecord, tombstone: str) -> None:
+        where = [
+            keys.context(record.id),
+            keys.tokens(record.id),
+            keys.fingerprint(record.fingerprint),
+            keys.CONTEXTS,
+            keys.EXPIRY,
+            keys.TOMBSTONES,
+            keys.TOTALS,
+            keys.events(record.id),
+        ]
+        expired_error = '{"code":"context_expired","detail":"the context has expired"}'
+        await self._remove(keys=where, args=[record.id, tombstone, expired_error])
+
+    async def _parts(self, context_id: str) -> list[str]:
+        n_parts = await self._store.hget(keys.snapshot(context_id), "parts")
+        return [keys.snapshot(context_id, part) for part in range(int(n_parts or 1))]
+
+    async def sweep(self) -> None:
+        """Expire what is due, and forget records that have been expired for a day. Any API process may do it."""
+        now = time.time()
+        for raw in await self._queue.zrangebyscore(keys.EXPIRY, 0, now, start=0, num=100):
+            record = await self.find(raw.decode())
+            if record is None:
+                await self._queue.zrem(keys.EXPIRY, raw)
+                continue
+            await self._take_away(record, tombstone=str(now + _TOMBSTONE_S))
+            await self._store.unlink(*await self._parts(record.id))
+            metrics.EXPIRED.inc()
+        for raw in await self._queue.zrangebyscore(keys.TOMBSTONES, 0, now, start=0, num=100):
+            record = await self.find(raw.decode())
+            if record is not None:
+                await self._take_away(record, tombstone="")
+            await self._queue.zrem(keys.TOMBSTONES, raw)
+
+    async def sweep_forever(self) -> None:
+        """Sweep every second."""
+        while True:
+            try:
+                await self.sweep()
+            except RedisError as error:
+                structlog.get_logger("records").warning("sweep_failed", error=type(error).__name__)
+            await asyncio.sleep(_SWEEP_S)
+
+
+def expired(record: ContextRecord) -> bool:
+    """Whether a context has reached its expiry."""
+    gone = record.error is not None and record.error.code == "context_expired"
+    return gone or (record.expire_at is not None and record.expire_at <= time.time())

@@ -1,0 +1,216 @@
+"""What HTTP says, as pydantic models. Never leaves service/."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from precis.wire.messages import ContextRecord, Message
+from service.records import expired
+
+Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]]
+Ttl = Annotated[int, Field(gt=0, le=10 * 365 * 86400, description="seconds to live from now")]
+
+
+class Strict(BaseModel):
+    """Requests: an unknown field is an error, not a silence."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class MessageIn(BaseModel):
+    """One chat message; further fields of other clients are ignored."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+    def plain(self) -> Message:
+        """For the library."""
+        return Message(self.role, self.content)
+
+
+class CompressionIn(Strict):
+    """How to compress; what is left out takes the server's default."""
+
+    policy: str | None = None
+    keep_ratio: float | None = Field(None, description="share of entries kept, above 0 and at most 1")
+    codec: str | None = None
+
+
+class ContextIn(Strict):
+    """A document, given as text or as messages."""
+
+    text: str | None = None
+    messages: list[MessageIn] | None = None
+    template: Literal["chat", "raw"] = "chat"
+    instructions: str | None = Field(None, description="system message before the text")
+    model: str | None = None
+    name: str = Field("", max_length=128)
+    metadata: Metadata = Field(default_factory=dict, max_length=16)
+    ttl_s: Ttl | None = None
+    expire_time: datetime | None = None
+    pinned: bool = False
+    compression: CompressionIn = Field(default_factory=CompressionIn)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ContextIn:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("give either text or messages")
+        if self.messages is not None and self.instructions is not None:
+            raise ValueError("instructions go with text; put a system message among the messages")
+        if self.template == "raw" and (self.text is None or self.instructions is not None):
+            raise ValueError("the raw template takes text alone")
+        _one_expiry(self.ttl_s, self.expire_time, self.pinned)
+        return self
+
+
+class ContextPatch(Strict):
+    """What may change later."""
+
+    ttl_s: Ttl | None = None
+    expire_time: datetime | None = None
+    pinned: bool | None = None
+    name: str | None = Field(None, max_length=128)
+    metadata: Metadata | None = Field(None, max_length=16)
+
+    @model_validator(mode="after")
+    def _one_expiry(self) -> ContextPatch:
+        _one_expiry(self.ttl_s, self.expire_time, bool(self.pinned))
+        return self
+
+
+def _one_expiry(ttl_s: int | None, expire_time: datetime | None, pinned: bool) -> None:
+    if (ttl_s is not None) + (expire_time is not None) + pinned > 1:
+        raise ValueError("give one of ttl_s, expire_time and pinned")
+    if expire_time is not None and (expire_time.tzinfo is None or expire_time <= datetime.now(UTC)):
+        raise ValueError("expire_time must be in the future and name its time zone")
+
+
+class ViewIn(Strict):
+    """A query-time view: which entries of the snapshot this query reads while decoding."""
+
+    kind: Literal["sage"] = "sage"
+    budget: int = Field(512, ge=16, le=1 << 20, description="entries per kv head")
+
+
+class SamplingIn(BaseModel):
+    """What answers have in common on all routes."""
+
+    max_tokens: int | None = Field(None, ge=1, le=1 << 20, description="default: 256; on OpenAI routes 1024")
+    temperature: float = Field(0.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stop: str | list[str] = Field(default_factory=list)
+    stream: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _few_stops(self) -> SamplingIn:
+        if len(self.stops) > 16 or any(not 0 < len(stop) <= 256 for stop in self.stops):
+            raise ValueError("stop takes up to 16 strings of 1 to 256 characters")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class QueryIn(SamplingIn, Strict):
+    """A question about a context."""
+
+    model_config = ConfigDict(extra="forbid")
+    question: str | None = None
+    messages: list[MessageIn] | None = Field(None, min_length=1)
+    prompt: str | None = Field(None, description="raw text after the seam, for contexts with the raw template")
+    logprobs: bool = False
+    ignore_eos: bool = False
+    view: ViewIn | Literal["sage"] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> QueryIn:
+        if sum(x is not None for x in (self.question, self.messages, self.prompt)) != 1:
+            raise ValueError("give one of question, messages and prompt")
+        return self
+
+
+class ScoreItemIn(Strict):
+    """`prompt` is raw text after the seam and is not scored; at least one token each."""
+
+    prompt: str = Field(min_length=1)
+    continuation: str = Field(min_length=1)
+
+
+class ScoreIn(Strict):
+    """Continuations to score."""
+
+    items: list[ScoreItemIn] = Field(min_length=1, max_length=256)
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's."""
+
+    include_usage: bool = False
+
+
+class ChatIn(SamplingIn):
+    """OpenAI's chat completion request, plus `context`; unknown fields are ignored, as OpenAI's clients expect."""
+
+    model: str = ""
+    context: str | None = None
+    messages: list[MessageIn] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 20)
+    temperature: float = Field(1.0, ge=0, le=2)
+    logprobs: bool | None = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    n: int = Field(1, ge=1, le=1)
+    stop: str | list[str] | None = None  # type: ignore[assignment]
+    stream: bool | None = False  # type: ignore[assignment]
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings as a list."""
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def stamp(seconds: float | None) -> str | None:
+    """Unix time as RFC 3339."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def context_out(record: ContextRecord) -> dict[str, Any]:
+    """The context object."""
+    gone = expired(record)
+    ratio = round(record.raw_bytes / record.stored_bytes, 3) if record.stored_bytes else None
+    fidelity = record.fidelity
+    return {
+        "id": record.id,
+        "object": "context",
+        "status": "expired" if gone else record.status,
+        "progress": {"processed": record.processed, "total": record.n_tokens},
+        "model": record.model,
+        "fingerprint": record.fingerprint,
+        "policy": record.compression.parameters(),
+        "template": record.template,
+        "name": record.name,
+        "metadata": record.metadata,
+        "pinned": record.pinned,
+        "created_at": stamp(record.created_at),
+        "expire_time": stamp(record.expire_at),
+        "last_used_at": stamp(record.last_used_at),
+        "usage": {"total_tokens": record.n_tokens},
+        "storage": {
+            "raw_bytes": record.raw_bytes,
+            "stored_bytes": 0 if gone else record.stored_bytes,
+            "ratio": ratio,
+            "tier": None if gone or record.status != "ready" else "redis",
+        },
+        "fidelity": None
+        if fidelity is None
+        else {"kl": fidelity.kl, "top1_agreement": fidelity.top1_agreement, "n_tokens": fidelity.n_tokens},
+        "timings": record.timings,
+        "error": None if record.error is None else {"code": record.error.code, "detail": record.error.detail},
+    }

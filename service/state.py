@@ -1,0 +1,58 @@
+"""What a running API process holds, made once in `create_app`, and how handlers get it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from precis import errors
+from precis.wire.messages import ContextRecord
+from service.events import Follower
+from service.fleet import Fleet
+from service.jobs import Jobs
+from service.records import Records, expired
+from service.settings import Settings
+from service.store import Stores
+
+
+@dataclass(slots=True)
+class State:
+    """The parts of one API process."""
+
+    settings: Settings
+    stores: Stores
+    records: Records
+    jobs: Jobs
+    fleet: Fleet
+    follower: Follower
+    draining: bool = field(default=False)
+
+    async def ready_context(self, context_id: str) -> ContextRecord:
+        """A context that can be asked.
+
+        Raises:
+            ContextNotFound, ContextExpired, ContextFailed, ContextNotReady: whichever it is.
+        """
+        record = await self.records.get(context_id)
+        if expired(record):
+            raise errors.ContextExpired(f"context {context_id} has expired: upload it again")
+        if record.status == "failed":
+            why = record.error.detail if record.error else "unknown"
+            raise errors.ContextFailed(f"context {context_id} failed: {why}")
+        if record.status != "ready":
+            raise errors.ContextNotReady(
+                f"context {context_id} is {record.status}: wait for status ready", status_now=record.status
+            )
+        return record
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state.precis
+    if state.draining:
+        raise errors.ShuttingDown("the server is shutting down: ask again")
+    return state
+
+
+StateDep = Annotated[State, Depends(_state)]

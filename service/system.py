@@ -1,0 +1,103 @@
+"""Routes about the service itself: models, workers, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from redis.exceptions import RedisError
+
+from precis import __version__
+from precis.wire import keys
+from service import metrics
+from service.state import State, StateDep
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/")
+async def index() -> dict[str, Any]:
+    """What this is and where to go."""
+    return {"name": "precis", "version": __version__, "openapi": "/openapi.json", "contexts": "/v1/contexts"}
+
+
+@router.get("/v1/models")
+async def list_models(state: StateDep) -> dict[str, Any]:
+    """Models with a live worker, in OpenAI's shape."""
+    data = []
+    for name in await state.fleet.models():
+        card = await state.fleet.card(name)
+        data.append(
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "precis",
+                "max_length": card.max_length,
+                "max_context": card.max_context,
+                "dtype": card.dtype,
+                "digest": card.digest,
+                "raw_bytes_per_token": card.raw_bytes_per_token,
+            }
+        )
+    return {"object": "list", "data": data}
+
+
+@router.get("/v1/workers")
+async def list_workers(state: StateDep) -> dict[str, Any]:
+    """Live workers."""
+    data = [
+        {
+            "id": w.id,
+            "pid": w.pid,
+            "host": w.host,
+            "role": w.role,
+            "model": w.model,
+            "device": w.device,
+            "load": w.load,
+            "slots": w.slots,
+            "hot": len(w.hot),
+        }
+        for w in await state.fleet.workers()
+    ]
+    return {"object": "list", "data": data}
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """Whether the process is alive."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """Whether requests can be served: the stores answer and a worker lives."""
+    state: State = request.app.state.precis
+    problems = []
+    if state.draining:
+        problems.append("shutting down")
+    try:
+        await state.stores.queue.ping()
+        await state.stores.snapshots.ping()
+        if not await state.fleet.workers():
+            problems.append("no worker is up yet")
+    except RedisError as error:
+        problems.append(f"the store cannot be reached ({type(error).__name__})")
+    return JSONResponse({"status": "unavailable" if problems else "ready", "problems": problems}, 503 if problems else 200)
+
+
+@router.get("/metrics")
+async def prometheus(request: Request) -> Response:
+    """Metrics of this process, with queue depths and totals read now."""
+    state: State = request.app.state.precis
+    workers = await state.fleet.workers()
+    metrics.WORKERS.set(len(workers))
+    for model in {worker.model for worker in workers}:
+        for kind, stream in (("compress", keys.compress_jobs(model)), ("answer", keys.answer_jobs(model))):
+            metrics.QUEUE_DEPTH.labels(f"{kind}:{model}").set(await state.stores.queue.xlen(stream))
+    totals = await state.stores.queue.hgetall(keys.TOTALS)
+    for kind in ("raw", "stored"):
+        metrics.CONTEXT_BYTES.labels(kind).set(int(totals.get(f"{kind}_bytes".encode(), 0)))
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,101 @@
+"""`python -m workers`: settings, model, loop, exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+
+import redis
+import structlog
+import torch
+import transformers
+from prometheus_client import start_http_server
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from precis.errors import PrecisError
+from workers import models
+from workers.cache import SnapshotCache
+from workers.compress import Compressor
+from workers.jobs import Heart, Queue
+from workers.loop import Worker
+from workers.records import Records
+from workers.settings import Settings, load
+from workers.snapshots import SnapshotStore
+
+
+def connect(url: str) -> redis.Redis:
+    """A client that never repeats a command by itself: a repeated XADD would be a second job."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=60,
+        socket_connect_timeout=5,
+        health_check_interval=15,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_timeout=False,
+        socket_read_size=1 << 20,
+    )
+
+
+def build(settings: Settings, served: models.Served) -> Worker:
+    """Wire a worker together."""
+    worker_id = uuid.uuid4().hex[:12]
+    client = connect(settings.queue_url)
+    records = Records(client)
+    store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes)
+    seal_key = settings.seal_key.encode()
+    return Worker(
+        served=served,
+        client=client,
+        queue=Queue(client, worker_id, served.card.name, settings.role, settings.lease_s),
+        heart=Heart(connect(settings.queue_url), worker_id, settings.lease_s),
+        records=records,
+        cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes),
+        compressor=Compressor(served, client, records, store, seal_key),
+        slots=settings.slots,
+        role=settings.role,
+    )
+
+
+def main() -> int:
+    """Run one worker until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    settings = load()
+    log = structlog.get_logger("worker")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = models.pick_device(settings.device)
+    dtype = models.pick_dtype(settings.dtype, device)
+    try:
+        location = models.locate(settings.model, settings.data_dir.expanduser())
+        name = settings.model_name or (settings.model if location != settings.model else models.read_name(location))
+        served = models.serve(name, location, device, dtype)
+    except PrecisError as error:
+        log.error("cannot_serve", code=error.code, why=error.detail)
+        return 2
+    worker = build(settings, served)
+
+    def stop(signum: int, frame: object) -> None:
+        worker.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    server, _ = start_http_server(settings.metrics_port, "127.0.0.1" if not settings.metrics_port else "0.0.0.0")  # noqa: S104 — scraped from outside
+    worker.heart.start()
+    log.info(
+        "worker_ready", pid=os.getpid(), model=name, device=str(device), dtype=served.card.dtype, metrics=server.server_port
+    )
+    try:
+        worker.run()
+    finally:
+        worker.heart.stop()
+    log.info("worker_stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

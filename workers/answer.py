@@ -1,0 +1,247 @@
+"""Answers in flight: one running batch, one packed forward per turn, tokens out as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import redis
+import structlog
+import torch
+
+from precis.core import Snapshot
+from precis.engine import Feed, Session, step
+from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
+from precis.sampling import Sampled, Sampler
+from precis.text import Detokenizer, StopText
+from precis.views.sage import SageView
+from precis.wire import keys
+from precis.wire.messages import (
+    AnswerJob,
+    CacheEvent,
+    DoneEvent,
+    FailedEvent,
+    ScoreJob,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+)
+from workers import metrics
+from workers.events import emit
+from workers.jobs import Entry
+from workers.models import Served
+
+QUERY_CHUNK = 256  # query tokens prefilled per step, so that running answers do not wait long
+
+
+@dataclass(slots=True)
+class Answer:
+    """One query being answered."""
+
+    entry: Entry
+    job: AnswerJob
+    session: Session
+    sampler: Sampler
+    detokenizer: Detokenizer
+    stop_text: StopText
+    query: list[int]
+    cache: str
+    admitted_at: float
+    queue_ms: float
+    load_ms: float
+    n_fed: int = 0
+    n_tokens: int = 0
+    next_token: int = -1
+    first_at: float = 0.0
+    held_ids: list[int] = field(default_factory=list)
+    held_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the whole query is in the tail."""
+        return self.n_fed == len(self.query)
+
+    def feed(self) -> Feed:
+        """What this answer brings to the next step."""
+        if self.prefilled:
+            return Feed(self.session, [self.next_token])
+        chunk = self.query[self.n_fed : self.n_fed + QUERY_CHUNK]
+        return Feed(self.session, chunk, last=self.n_fed + len(chunk) == len(self.query))
+
+    def timings(self) -> Timings:
+        """As reported at the end."""
+        now = time.monotonic()
+        first = self.first_at or now
+        return Timings(
+            queue_ms=round(self.queue_ms, 3),
+            load_ms=round(self.load_ms, 3),
+            prefill_ms=round((first - self.admitted_at) * 1000, 3),
+            decode_ms=round((now - first) * 1000, 3),
+            cache_n=self.cached_tokens,
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Context tokens that were not computed for this answer."""
+        return 0 if self.cache.startswith("recomputed") else self.session.snapshot.header.n_tokens
+
+
+class Batch:
+    """The answers in flight of one worker."""
+
+    def __init__(self, served: Served, client: redis.Redis, slots: int, done: Callable[[Entry], None]) -> None:
+        self._served, self._redis, self._done = served, client, done
+        self._slots = slots
+        self._answers: list[Answer] = []
+        self._log = structlog.get_logger("batch")
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @property
+    def free(self) -> int:
+        """Answers that can still join."""
+        return self._slots - len(self._answers)
+
+    def admit(self, entry: Entry, job: AnswerJob, snapshot: Snapshot, cache: str, load_ms: float) -> None:
+        """Let a query join the batch at the next step."""
+        sampling = job.sampling
+        view = SageView(budget=job.view_budget) if job.view_budget else None
+        answer = Answer(
+            entry=entry,
+            job=job,
+            session=Session.on(snapshot, view),
+            sampler=Sampler(sampling.temperature, sampling.top_p, sampling.seed, sampling.n_top),
+            detokenizer=self._served.prompter.detokenizer(),
+            stop_text=StopText(sampling.stop),
+            query=np.frombuffer(job.token_ids, "<i4").tolist(),
+            cache=cache,
+            admitted_at=time.monotonic(),
+            queue_ms=max(0.0, (time.time() - job.sent_at) * 1000 - load_ms),
+            load_ms=load_ms,
+        )
+        emit(self._redis, job.id, CacheEvent(cache, answer.cached_tokens))
+        self._answers.append(answer)
+        self._answers.sort(key=lambda each: id(each.session.snapshot))  # neighbours share one read of their snapshot
+        metrics.TOKENS.labels("cached").inc(answer.cached_tokens)
+        metrics.BATCH.set(len(self._answers))
+
+    def step(self, lost: Callable[[Entry], bool]) -> None:
+        """One packed forward: a token for every running answer, and a chunk of one query; then send what came."""
+        prefilling = next((a for a in self._answers if not a.prefilled), None)
+        moving = [a for a in self._answers if a.prefilled or a is prefilling]
+        if not moving:
+            return
+        began = time.monotonic()
+        feeds = [answer.feed() for answer in moving]
+        try:
+            logits = step(self._served.model, feeds)
+        except torch.OutOfMemoryError:
+            self._fail(moving, OutOfMemory("the device ran out of memory while answering"))
+            return
+        metrics.STEP_SECONDS.observe(time.monotonic() - began)
+        pipe = self._redis.pipeline(transaction=False)
+        for answer, fed, rows in zip(moving, feeds, logits, strict=True):
+            if not answer.prefilled:
+                answer.n_fed += len(fed.token_ids)
+                metrics.TOKENS.labels("prefilled").inc(len(fed.token_ids))
+            if answer.prefilled:
+                self._advance(pipe, answer, rows[-1])
+        self._watch(pipe, lost)
+
+    def _advance(self, pipe: redis.client.Pipeline, answer: Answer, logits: torch.Tensor) -> None:
+        """Sample the next token, send what text it completes, and end the answer if it is at its end."""
+        try:
+            sampled = answer.sampler.sample(logits)
+        except ValueError as error:
+            self._end(pipe, answer, FailedEvent(InternalError.code, str(error)))
+            return
+        now = time.monotonic()
+        if not answer.first_at:
+            answer.first_at = now
+            metrics.FIRST_TOKEN_SECONDS.observe(time.time() - answer.job.sent_at)
+        sampling = answer.job.sampling
+        if sampled.token_id in self._served.card.eos_ids and not sampling.ignore_eos:
+            self._finish(pipe, answer, "stop")
+            return
+        answer.n_tokens += 1
+        answer.next_token = sampled.token_id
+        metrics.TOKENS.labels("decoded").inc()
+        shown, stopped = answer.stop_text.push(answer.detokenizer.push(sampled.token_id))
+        answer.held_ids.append(sampled.token_id)
+        if sampling.logprobs:
+            answer.held_logprobs.append(self._logprob(sampled))
+        if shown or sampling.logprobs:
+            self._send(pipe, answer, shown)
+        if stopped:
+            self._finish(pipe, answer, "stop", held="")
+        elif answer.n_tokens >= sampling.max_tokens or answer.session.position >= self._served.card.max_length:
+            self._finish(pipe, answer, "length")
+
+    def _logprob(self, sampled: Sampled) -> TokenLogprob:
+        prompter = self._served.prompter
+        top = [(prompter.piece(token), token, logprob) for token, logprob in sampled.top]
+        return TokenLogprob(prompter.piece(sampled.token_id), sampled.token_id, sampled.logprob, top)
+
+    def _send(self, pipe: redis.client.Pipeline, answer: Answer, text: str) -> None:
+        emit(pipe, answer.job.id, TokenEvent(text, answer.held_ids, answer.held_logprobs))
+        answer.held_ids, answer.held_logprobs = [], []
+
+    def _finish(self, pipe: redis.client.Pipeline, answer: Answer, reason: str, held: str | None = None) -> None:
+        """End an answer well; `held` is text still to be shown, by default all that was held back."""
+        if held is None:
+            shown, stopped = answer.stop_text.push(answer.detokenizer.finish())
+            held = shown if stopped else shown + answer.stop_text.finish()
+        if held or answer.held_ids:
+            self._send(pipe, answer, held)
+        event = DoneEvent(
+            finish_reason="stop" if reason == "stop" else "length",
+            prompt_tokens=answer.session.snapshot.header.n_tokens + len(answer.query),
+            completion_tokens=answer.n_tokens,
+            cached_tokens=answer.cached_tokens,
+            cache=answer.cache,
+            timings=answer.timings(),
+        )
+        self._end(pipe, answer, event)
+
+    def _end(self, pipe: redis.client.Pipeline, answer: Answer, event: DoneEvent | FailedEvent) -> None:
+        emit(pipe, answer.job.id, event)
+        self._remove(answer, "done" if isinstance(event, DoneEvent) else event.code)
+
+    def _remove(self, answer: Answer, outcome: str) -> None:
+        self._answers.remove(answer)
+        self._done(answer.entry)
+        metrics.JOBS.labels("answer", outcome).inc()
+        metrics.BATCH.set(len(self._answers))
+
+    def _watch(self, pipe: redis.client.Pipeline, lost: Callable[[Entry], bool]) -> None:
+        """Send everything, and drop answers that nobody waits for or that another worker has now."""
+        running = list(self._answers)
+        n_sent = len(pipe)
+        for answer in running:
+            pipe.exists(keys.cancelled(answer.job.id))
+            pipe.exists(keys.api(answer.job.api))
+        flags = pipe.execute()[n_sent:]
+        for answer, cancelled, api_lives in zip(running, flags[0::2], flags[1::2], strict=True):
+            if cancelled or not api_lives:
+                emit(self._redis, answer.job.id, FailedEvent(JobCancelled.code, "the answer was cancelled"))
+                self._remove(answer, "cancelled")
+            elif lost(answer.entry):
+                self._remove(answer, JobLost.code)
+
+    def _fail(self, answers: list[Answer], error: PrecisError) -> None:
+        for answer in answers:
+            emit(self._redis, answer.job.id, FailedEvent(error.code, error.detail))
+            metrics.ERRORS.labels(error.code).inc()
+            self._remove(answer, error.code)
+
+    def fail_all(self, error: PrecisError) -> None:
+        """End every answer with an error."""
+        self._fail(list(self._answers), error)
+
+
+def already_answered(client: redis.Redis, job: AnswerJob | ScoreJob) -> bool:
+    """Whether an earlier worker had begun to send: such an answer is never replayed."""
+    return bool(client.xlen(keys.events(job.id)))

@@ -1,0 +1,174 @@
+"""Handle a CompressJob: tokens -> snapshot in the store -> record ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import redis
+import torch
+
+from precis.container import CODECS, head_bytes
+from precis.core import Snapshot
+from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
+from precis.pipeline import Compressed, compress
+from precis.prefill import Between, Document
+from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
+from workers import metrics
+from workers.events import emit
+from workers.models import Served
+from workers.records import Records
+from workers.snapshots import SnapshotStore
+
+_PROGRESS_S = 0.25
+_STATUS_OF_STAGE = {"prefill": "prefilling", "score": "compressing", "encode": "compressing"}
+
+
+@dataclass(slots=True)
+class Progress:
+    """Tells clients how far a compression is, at most four times a second, and notes when each stage began."""
+
+    client: redis.Redis
+    records: Records
+    record: ContextRecord
+    began: dict[str, float] = field(default_factory=dict)
+    _told: float = 0.0
+    _stage: str = ""
+
+    def tell(self, stage: str, done: int, total: int) -> None:
+        """As `Between`."""
+        now = time.monotonic()
+        if stage != self._stage:
+            self.began[stage] = now
+        elif now - self._told < _PROGRESS_S:
+            return
+        self._stage, self._told = stage, now
+        status = _STATUS_OF_STAGE.get(stage, stage)
+        changes: dict[str, Any] = {"status": status}
+        if stage == "prefill":
+            changes["processed"] = done
+        self.records.mark(self.record, **changes)
+        emit(self.client, self.record.id, ProgressEvent(status, stage, done, total))
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """Makes snapshots, for CompressJobs and for answers whose snapshot cannot be used."""
+
+    served: Served
+    client: redis.Redis
+    records: Records
+    store: SnapshotStore
+    seal_key: bytes
+
+    def run(self, record: ContextRecord, between: Between, still_ours: Callable[[], bool]) -> Snapshot:
+        """Compress a queued context and publish it.
+
+        Args:
+            record: of the context.
+            between: called between chunks; raises to stop.
+            still_ours: asked before publishing; a job that another worker took over is not published.
+        """
+        started = time.monotonic()
+        progress = Progress(self.client, self.records, record)
+
+        def tell(stage: str, done: int, total: int) -> None:
+            between(stage, done, total)
+            progress.tell(stage, done, total)
+
+        made = self.make(record, tell)
+        compressed_at = time.monotonic()
+        if not still_ours():
+            return made.snapshot
+        progress.tell("storing", 0, made.packed.n_bytes)
+        self.publish(record, made)
+        stored_at = time.monotonic()
+        began = progress.began
+        scoring = began.get("score", began["encode"])
+        timings = {
+            "queue_ms": max(0.0, (time.time() - record.created_at - (stored_at - started)) * 1000),
+            "prefill_ms": (scoring - began["prefill"]) * 1000,
+            "compress_ms": (compressed_at - scoring) * 1000,
+            "store_ms": (stored_at - compressed_at) * 1000,
+        }
+        self.mark_ready(record, made, timings)
+        metrics.PREFILL_SECONDS.observe(timings["prefill_ms"] / 1000)
+        metrics.COMPRESS_SECONDS.observe(stored_at - started)
+        return made.snapshot
+
+    def make(self, record: ContextRecord, between: Between) -> Compressed:
+        """Compress a context's source tokens.
+
+        Raises:
+            SnapshotMissing: if the source tokens are gone.
+            SnapshotStale: if they were made by another tokenizer.
+            OutOfMemory: if the device has no room for the full cache.
+        """
+        served = self.served
+        if record.tokenizer_digest != served.card.tokenizer_digest:
+            raise SnapshotStale("the context was made with another tokenizer or chat template: upload it again")
+        token_ids = np.frombuffer(self.records.raw_tokens(record.id), "<i4").tolist()
+        try:
+            return compress(
+                served.model,
+                served.rotary,
+                document_of(served, record, token_ids),
+                record.compression,
+                self.seal_key,
+                between,
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"the device has no room for the full cache of {record.n_tokens} tokens") from error
+
+    def publish(self, record: ContextRecord, made: Compressed) -> None:
+        """Store a snapshot with the record's present expiry.
+
+        Raises:
+            ContextNotFound: if the context was deleted meanwhile; nothing is left behind then.
+        """
+        current = self.records.get(record.id)
+        if current is None:
+            raise ContextNotFound(f"context {record.id} was deleted")
+        self.store.put(record.id, made.packed, None if current.pinned else current.expire_at)
+        if self.records.get(record.id) is None:
+            self.store.remove(record.id)
+            raise ContextNotFound(f"context {record.id} was deleted")
+
+    def mark_ready(self, record: ContextRecord, made: Compressed, timings: dict[str, float]) -> None:
+        """Record what was made; from now on the context can be asked."""
+        snapshot, packed = made.snapshot, made.packed
+        g = snapshot.geometry
+        counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
+        self.records.mark(
+            record,
+            status="ready",
+            processed=record.n_tokens,
+            raw_bytes=made.raw_bytes,
+            stored_bytes=packed.n_bytes,
+            fidelity=FidelityRecord(made.fidelity.kl, made.fidelity.top1_agreement, made.fidelity.n_tokens),
+            timings={name: round(value, 3) for name, value in timings.items()},
+            head_counts=counts,
+            head_bytes=head_bytes(snapshot, CODECS[record.compression.codec]),
+            layer_bytes=[len(blob) for blob in packed.blobs],
+        )
+        metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
+        metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)
+        emit(self.client, record.id, ReadyEvent())
+
+
+def document_of(served: Served, record: ContextRecord, token_ids: list[int]) -> Document:
+    """A record's tokens with what the library must know of them."""
+    first, (opening, closing) = served.prompter.repeat_parts(tuple(record.roles))
+    start, stop = record.body
+    around = tuple(span for span in ((0, start), (stop, len(token_ids))) if span[0] < span[1])
+    return Document(
+        token_ids=torch.tensor(token_ids),
+        body=(start, stop),
+        protected=around,
+        repeat_first=tuple(first),
+        repeat_next=(tuple(opening), tuple(closing)),
+    )
+

@@ -1,0 +1,310 @@
+"""The worker's loop: take jobs, keep the batch moving, compress in between, and end cleanly."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import redis
+import structlog
+
+from precis.core import Snapshot
+from precis.errors import ContextNotFound, InternalError, JobCancelled, JobLost, PrecisError, ShuttingDown, SnapshotError
+from precis.wire import keys
+from precis.wire.codec import encode
+from precis.wire.messages import (
+    AnswerJob,
+    CompressJob,
+    ContextRecord,
+    FailedEvent,
+    Problem,
+    ScoredEvent,
+    ScoreJob,
+    Timings,
+    WorkerRecord,
+)
+from workers import metrics
+from workers.answer import Batch, already_answered
+from workers.cache import SnapshotCache
+from workers.compress import Compressor
+from workers.events import emit
+from workers.jobs import Entry, Heart, Queue
+from workers.models import Served
+from workers.records import Records
+from workers.score import score
+
+_IDLE_BLOCK_MS = 500
+_REAP_S = 1.0
+_SHARE_S = 1.0  # seconds that answers may take between two chunks of a compression
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process' loop. Everything it needs is handed in."""
+
+    served: Served
+    client: redis.Redis
+    queue: Queue
+    heart: Heart
+    records: Records
+    cache: SnapshotCache
+    compressor: Compressor
+    slots: int
+    role: str
+    stopping: bool = False
+    batch: Batch = field(init=False)
+    _waiting: deque[Entry] = field(default_factory=deque)
+    _compressing: bool = False
+    _reaped_at: float = 0.0
+    _started_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.batch = Batch(self.served, self.client, self.slots, self._done)
+
+    def run(self) -> None:
+        """Work until `stopping` is set; then finish the answers in flight and give the rest back."""
+        log = structlog.get_logger("worker")
+        self.announce()
+        broken = False
+        while not self.stopping:
+            try:
+                if broken:  # events may be missing from the streams: an answer with a gap is no answer
+                    self.batch.fail_all(JobLost("the connection to the store broke while answering: ask again"))
+                    broken = False
+                self.turn()
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                log.warning("store_unreachable", error=str(error))
+                broken = True
+                time.sleep(0.5)
+        log.info("draining", answers=len(self.batch))
+        deadline = time.monotonic() + 30
+        while len(self.batch) and time.monotonic() < deadline:
+            self.batch.step(self.heart.lost)
+        self.batch.fail_all(ShuttingDown("the worker is shutting down: ask again"))
+        for entry in self._waiting:
+            self.queue.give_back(entry, died=False)
+
+    def announce(self) -> None:
+        """Tell the API of the model and of this worker."""
+        card = self.served.card
+        self.client.hset(keys.model(card.name), mapping={"digest": card.digest, "card": encode(card)})
+        self.client.sadd(keys.MODELS, card.name)
+        self._tell_heart()
+        self.heart.beat()
+
+    def turn(self) -> None:
+        """One round: answers first, then one step of the batch, then a compression if there is one."""
+        self._reap()
+        self._tell_heart()
+        idle = not len(self.batch) and not self._waiting
+        self._admit(block_ms=_IDLE_BLOCK_MS if idle else None)
+        self.batch.step(self.heart.lost)
+        while self._waiting and not self._compressing:
+            self._handle(self._waiting.popleft())
+
+    def _admit(self, block_ms: int | None) -> None:
+        """Take what there is room for. While a compression runs, no other is taken."""
+        free = self.batch.free
+        streams = [*self.queue.answers, *([] if self._compressing or self._waiting else self.queue.compressions)]
+        if free < 1:
+            return
+        if block_ms is not None:  # whichever comes first; one of each stream at most
+            entries = self.queue.take(streams, 1, block_ms)
+        else:
+            entries = self.queue.take(self.queue.answers, free, None)
+            if not self._compressing and not self._waiting:
+                entries += self.queue.take(self.queue.compressions, 1, None)
+        for entry in entries:
+            self.heart.hold(entry)
+        for entry in sorted(entries, key=lambda each: isinstance(each.job, CompressJob)):
+            if isinstance(entry.job, CompressJob):
+                self._waiting.append(entry)
+            else:
+                self._handle(entry)
+
+    def _handle(self, entry: Entry) -> None:
+        """Do one job; whatever goes wrong ends in exactly one place."""
+        try:
+            match entry.job:
+                case CompressJob():
+                    self._compress(entry)
+                case AnswerJob():
+                    self._answer(entry, entry.job)
+                case ScoreJob():
+                    self._score(entry, entry.job)
+        except (redis.ConnectionError, redis.TimeoutError):
+            self.heart.release(entry)  # its lease runs out, and whoever reaps it begins anew
+            raise
+        except PrecisError as error:
+            self._failed(entry, error)
+        except Exception as error:  # the one catch-all: a bug must not take the other answers down
+            structlog.get_logger("worker").exception("job_failed", job=entry.job.id)
+            self._failed(entry, InternalError(f"the worker failed: {type(error).__name__}"))
+
+    def _compress(self, entry: Entry) -> None:
+        record = self.records.get(entry.job.id)
+        if record is None or record.status == "ready":
+            self._done(entry)
+            return
+        self._compressing = True
+        try:
+            snapshot = self.compressor.run(
+                record, lambda *_: self._between(entry), lambda: not self.heart.lost(entry)
+            )
+        except ShuttingDown:
+            self.records.mark(record, status="queued")
+            self.queue.give_back(entry, died=False)
+            self.heart.release(entry)
+            return
+        finally:
+            self._compressing = False
+        self.cache.keep(record.id, snapshot)
+        metrics.JOBS.labels("compress", "done").inc()
+        self._done(entry)
+
+    def _between(self, entry: Entry) -> None:
+        """Between two chunks of a compression: may it go on? Then let answers move for a while."""
+        if self.heart.lost(entry):
+            raise JobLost("another worker took the job over")
+        if self.client.exists(keys.cancelled(entry.job.id)):
+            raise JobCancelled("the work was cancelled")
+        if self.stopping:
+            raise ShuttingDown("the worker is shutting down")
+        until = time.monotonic() + _SHARE_S
+        while True:
+            self._tell_heart()
+            self._admit(block_ms=None)
+            if not len(self.batch) or time.monotonic() > until:
+                return
+            self.batch.step(self.heart.lost)
+
+    def _answer(self, entry: Entry, job: AnswerJob) -> None:
+        if self._stale(entry, job):
+            return
+        began = time.monotonic()
+        found = self._snapshot(entry, job)
+        if found is not None:
+            self.batch.admit(entry, job, *found, load_ms=(time.monotonic() - began) * 1000)
+
+    def _score(self, entry: Entry, job: ScoreJob) -> None:
+        if self._stale(entry, job):
+            return
+        began = time.monotonic()
+        found = self._snapshot(entry, job)
+        if found is None:
+            return
+        snapshot, cache = found
+        loaded = time.monotonic()
+        items = score(self.served, snapshot, job, lambda: self._check_wanted(job))
+        timings = Timings(
+            queue_ms=max(0.0, (time.time() - job.sent_at - (time.monotonic() - began)) * 1000),
+            load_ms=(loaded - began) * 1000,
+            prefill_ms=(time.monotonic() - loaded) * 1000,
+            cache_n=0 if cache.startswith("recomputed") else snapshot.header.n_tokens,
+        )
+        emit(self.client, job.id, ScoredEvent(items, cache, timings))
+        metrics.JOBS.labels("score", "done").inc()
+        self._done(entry)
+
+    def _check_wanted(self, job: ScoreJob) -> None:
+        if self.client.exists(keys.cancelled(job.id)) or not self.client.exists(keys.api(job.api)):
+            raise JobCancelled("the scoring was cancelled")
+        self.batch.step(self.heart.lost)
+
+    def _stale(self, entry: Entry, job: AnswerJob | ScoreJob) -> bool:
+        """Whether nobody waits for this job, or an earlier worker had begun to answer it; then it is over."""
+        if entry.attempt and already_answered(self.client, job):
+            raise JobLost("the worker died while answering: ask again")
+        if self.client.exists(keys.cancelled(job.id)) or not self.client.exists(keys.api(job.api)):
+            self._done(entry)
+            metrics.JOBS.labels("answer", "cancelled").inc()
+            return True
+        return False
+
+    def _snapshot(self, entry: Entry, job: AnswerJob | ScoreJob) -> tuple[Snapshot, str] | None:
+        """The context's snapshot and what to say of it; None if the job was put off until it can be made again."""
+        record = self.records.get(job.context_id)
+        if record is None:
+            raise ContextNotFound(f"there is no context {job.context_id}")
+        try:
+            snapshot, origin = self.cache.find(record)
+        except SnapshotError as error:
+            if self._compressing:
+                self._waiting.append(entry)
+                return None
+            return self._recompute(entry, record, error)
+        self.records.touch(record)
+        return snapshot, f"hit; {origin}"
+
+    def _recompute(self, entry: Entry, record: ContextRecord, why: SnapshotError) -> tuple[Snapshot, str]:
+        """In any doubt about a stored snapshot: make it again from the source tokens, and say so."""
+        reason = why.code.removeprefix("snapshot_")
+        metrics.RECOMPUTED.labels(reason).inc()
+        structlog.get_logger("worker").warning("recomputing", context=record.id, reason=reason)
+        self.cache.drop(record.id)
+        self._compressing = True
+        try:
+            made = self.compressor.make(record, lambda *_: self._between(entry))
+        finally:
+            self._compressing = False
+        self.compressor.publish(record, made)
+        self.compressor.mark_ready(record, made, record.timings)
+        self.cache.keep(record.id, made.snapshot)
+        return made.snapshot, f"recomputed; {reason}"
+
+    def _failed(self, entry: Entry, error: PrecisError) -> None:
+        """The one place where an exception becomes an event and, for a context, a failed record."""
+        metrics.ERRORS.labels(error.code).inc()
+        kind = "compress" if isinstance(entry.job, CompressJob) else "answer"
+        metrics.JOBS.labels(kind, error.code).inc()
+        structlog.get_logger("worker").warning("job_ended", job=entry.job.id, code=error.code, why=error.detail)
+        if self.heart.lost(entry):
+            self.heart.release(entry)
+            return
+        if isinstance(error, ShuttingDown):
+            self.queue.give_back(entry, died=False)
+            self.heart.release(entry)
+            return
+        self._tell_failure(entry, error)
+        self._done(entry)
+
+    def _tell_failure(self, entry: Entry, error: PrecisError) -> None:
+        if isinstance(entry.job, CompressJob):
+            record = self.records.get(entry.job.id)
+            if record is not None:
+                self.records.mark(record, status="failed", error=Problem(error.code, error.detail))
+        emit(self.client, entry.job.id, FailedEvent(error.code, error.detail))
+
+    def _done(self, entry: Entry) -> None:
+        self.heart.release(entry)
+        self.queue.finish(entry)
+
+    def _reap(self) -> None:
+        """Once a second: take over what dead workers held; fail what nobody may try again."""
+        if time.monotonic() - self._reaped_at < _REAP_S:
+            return
+        self._reaped_at = time.monotonic()
+        if not self.client.exists(keys.model(self.served.card.name)):  # the server lost its data
+            self.announce()
+        for entry in self.queue.reap():
+            metrics.RECLAIMED.inc()
+            self._tell_failure(entry, JobLost("workers died on this job: it is not tried again"))
+
+    def _tell_heart(self) -> None:
+        self.heart.announce(
+            WorkerRecord(
+                id=self.queue.worker_id,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                role=self.role,
+                model=self.served.card.name,
+                device=str(self.served.model.device),
+                load=len(self.batch),
+                slots=self.slots,
+                hot=self.cache.hot_ids,
+                started_at=self._started_at,
+            )
+        )

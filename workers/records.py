@@ -1,0 +1,68 @@
+"""The worker's half of context records: read them, and mark how far they are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import redis
+
+from precis.errors import SnapshotMissing
+from precis.wire import keys
+from precis.wire.codec import decode_record, record_fields
+from precis.wire.messages import ContextRecord
+
+# A record that was deleted meanwhile is not brought back; totals count a context once.
+_MARK = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+local before = redis.call('HGET', KEYS[1], 'status')
+redis.call('HSET', KEYS[1], unpack(ARGV, 5))
+if ARGV[1] == 'ready' and before ~= '"ready"' then
+  redis.call('HINCRBY', KEYS[2], 'raw_bytes', ARGV[2])
+  redis.call('HINCRBY', KEYS[2], 'stored_bytes', ARGV[3])
+end
+if ARGV[1] == 'failed' then
+  if before == '"ready"' then
+    redis.call('HINCRBY', KEYS[2], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
+    redis.call('HINCRBY', KEYS[2], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
+  end
+  if redis.call('GET', KEYS[3]) == ARGV[4] then redis.call('DEL', KEYS[3]) end
+end
+return 1
+"""
+
+
+class Records:
+    """Context records on the queue instance."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+        self._mark = client.register_script(_MARK)
+
+    def get(self, context_id: str) -> ContextRecord | None:
+        """The record, or None if the context was deleted."""
+        stored: Any = self._redis.hgetall(keys.context(context_id))
+        return decode_record(stored)
+
+    def raw_tokens(self, context_id: str) -> bytes:
+        """The context's tokens as little-endian int32.
+
+        Raises:
+            SnapshotMissing: if they are gone.
+        """
+        stored: Any = self._redis.get(keys.tokens(context_id))
+        if stored is None:
+            raise SnapshotMissing("the context's source tokens are gone: upload it again")
+        return bytes(stored)
+
+    def mark(self, record: ContextRecord, **changes: Any) -> bool:
+        """Set fields; False if the context was deleted meanwhile."""
+        fields = [part for pair in record_fields(**changes).items() for part in pair]
+        status = changes.get("status", "")
+        args = [status, changes.get("raw_bytes", 0), changes.get("stored_bytes", 0), record.id, *fields]
+        where = [keys.context(record.id), keys.TOTALS, keys.fingerprint(record.fingerprint)]
+        return bool(self._mark(keys=where, args=args))
+
+    def touch(self, record: ContextRecord) -> None:
+        """Remember that the context was used now."""
+        self.mark(record, last_used_at=time.time())

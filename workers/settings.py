@@ -1,0 +1,46 @@
+"""Settings of a worker: environment variables with the prefix PRECIS_, read once at the start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from precis.wire.settings import PREFIX, unknown_names
+
+
+class Settings(BaseSettings):
+    """Each with its unit, and a line on why to change it."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, protected_namespaces=())
+
+    queue_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey for jobs and records; noeviction")
+    store_url: str = Field("", description="Redis or Valkey for snapshots, volatile-lru; empty: the same as the queue")
+    model: str = Field("SmolLM2-135M-Instruct", description="the embedded default, a folder, or a Hugging Face id")
+    model_name: str = Field("", description="how clients call the model; empty: as in `model`")
+    data_dir: Path = Field(Path("~/.local/share/precis"), description="where the embedded default model is unpacked")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and cache")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0: torch's own choice")
+    slots: int = Field(8, ge=1, le=256, description="answers decoded at once: more is throughput, fewer is latency")
+    lease_s: float = Field(15.0, ge=0.5, description="seconds after which a silent worker's jobs go to others")
+    hot_bytes: int = Field(2 << 30, ge=0, description="bytes of snapshots kept ready on the device")
+    seal_key: str = Field("", description="secret that signs snapshots; set it where others can write to the store")
+    metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
+    role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")
+    chunk_bytes: int = Field(4 << 20, ge=1024, description="largest piece of a snapshot that is read or written at once")
+
+
+def load() -> Settings:
+    """Read the environment.
+
+    Raises:
+        SystemExit: naming a PRECIS_* variable that does not exist.
+    """
+    unknown = unknown_names(os.environ)
+    if unknown:
+        raise SystemExit(f"unknown settings: {', '.join(unknown)}; see the README's list")
+    return Settings()

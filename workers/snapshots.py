@@ -1,0 +1,120 @@
+"""Snapshots in the store: one hash each, published whole by RENAME, so that expiry and eviction take all or nothing.
+
+Fields: `m` the sealed manifest, then `LAYER.PIECE`, slices of at most `chunk_bytes`. A snapshot above 512 MiB becomes several
+hashes of whole layers, renamed in one transaction.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+
+from precis.container import Packed
+from precis.errors import SnapshotMissing, StoreFull
+from precis.wire import keys
+
+_PART_BYTES = 512 << 20
+_STAGING_S = 600
+
+
+class SnapshotStore:
+    """Put, get and remove snapshots."""
+
+    def __init__(self, client: redis.Redis, chunk_bytes: int, part_bytes: int = _PART_BYTES) -> None:
+        self._redis = client
+        self._chunk_bytes = chunk_bytes
+        self._part_bytes = part_bytes
+
+    def put(self, context_id: str, packed: Packed, expire_at: float | None) -> None:
+        """Publish a snapshot, replacing an earlier one.
+
+        Args:
+            context_id: whose snapshot it is.
+            packed: manifest and blobs.
+            expire_at: Unix time in seconds, or None for never.
+
+        Raises:
+            StoreFull: if the store has no room; nothing is published then.
+        """
+        token = uuid.uuid4().hex
+        parts = split_layers([len(blob) for blob in packed.blobs], self._part_bytes)
+        staged = [keys.staging(context_id, token, part) for part in range(len(parts))]
+        try:
+            for key, layers in zip(staged, parts, strict=True):
+                self._write(key, packed, layers)
+            self._redis.hset(staged[0], mapping={"m": packed.manifest, "parts": len(parts)})
+            with self._redis.pipeline(transaction=True) as pipe:
+                for part, key in reversed(list(enumerate(staged))):
+                    target = keys.snapshot(context_id, part)
+                    pipe.rename(key, target)
+                    if expire_at is not None:
+                        pipe.pexpireat(target, int(expire_at * 1000))
+                    else:
+                        pipe.persist(target)
+                pipe.execute()
+        except redis.OutOfMemoryError as error:
+            raise StoreFull("the snapshot store is full: delete contexts, or give it more memory") from error
+        finally:
+            self._redis.unlink(*staged)
+
+    def _write(self, key: str, packed: Packed, layers: range) -> None:
+        for layer in layers:
+            for piece, start in enumerate(range(0, len(packed.blobs[layer]), self._chunk_bytes)):
+                self._redis.hset(key, f"{layer}.{piece}", packed.blobs[layer][start : start + self._chunk_bytes])
+            self._redis.expire(key, _STAGING_S)
+        self._redis.hset(key, "m", b"")
+        self._redis.expire(key, _STAGING_S)
+
+    def manifest(self, context_id: str) -> bytes:
+        """The sealed manifest.
+
+        Raises:
+            SnapshotMissing: if there is no snapshot, or it expired or was evicted.
+        """
+        found: Any = self._redis.hget(keys.snapshot(context_id), "m")
+        if not found:
+            raise SnapshotMissing("the snapshot is not in the store any more")
+        return bytes(found)
+
+    def blobs(self, context_id: str, sizes: list[int]) -> Iterator[bytes]:
+        """Blobs in layer order, one layer at a time.
+
+        Raises:
+            SnapshotMissing: if the snapshot goes while it is being read.
+        """
+        parts = split_layers(sizes, self._part_bytes)
+        for part, layers in enumerate(parts):
+            for layer in layers:
+                yield self._read(keys.snapshot(context_id, part), layer, sizes[layer])
+
+    def _read(self, key: str, layer: int, size: int) -> bytes:
+        blob = bytearray()
+        piece = 0
+        while len(blob) < size:  # the writer's pieces may have another size than ours
+            found: Any = self._redis.hget(key, f"{layer}.{piece}")
+            if not found:
+                break  # the length will show it
+            blob += found
+            piece += 1
+        if len(blob) < size and not self._redis.exists(key):
+            raise SnapshotMissing("the snapshot expired or was evicted while it was being read")
+        return bytes(blob)
+
+    def remove(self, context_id: str) -> None:
+        """Take a snapshot away."""
+        n_parts: Any = self._redis.hget(keys.snapshot(context_id), "parts")
+        self._redis.unlink(*(keys.snapshot(context_id, part) for part in range(int(n_parts or 1))))
+
+
+def split_layers(sizes: list[int], limit: int) -> list[range]:
+    """Runs of layers whose blobs stay within `limit` bytes together; a larger layer stands alone."""
+    runs, start, total = [], 0, 0
+    for layer, size in enumerate(sizes):
+        if total + size > limit and layer > start:
+            runs.append(range(start, layer))
+            start, total = layer, 0
+        total += size
+    return [*runs, range(start, len(sizes))]

@@ -189,7 +189,12 @@ def check_manifest(manifest: Manifest, geometry: Geometry, fingerprint: str) -> 
 
 
 def unpack(
-    manifest: Manifest, blobs: Iterable[bytes], geometry: Geometry, rotary: Rotary, device: torch.device, dtype: torch.dtype
+    manifest: Manifest,
+    blobs: Iterable[bytes],
+    geometry: Geometry,
+    rotary: Rotary,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Snapshot:
     """Decode a snapshot whose manifest was opened and checked.
 

@@ -1,16 +1,16 @@
 """Every error the product knows, each with a stable `code` and a sentence that a user can act on.
 
-    PrecisError
-    ├─ RequestError            the caller can fix it
-    │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
-    │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
-    │  └─ ContextTooLong · QueryTooLong · BodyTooLarge
-    ├─ CapacityError           try again later
-    │  └─ QueueFull · StoreFull · NoWorker · ShuttingDown
-    ├─ SnapshotError           the stored thing cannot be used
-    │  └─ SnapshotMissing · SnapshotCorrupt · SnapshotStale
-    └─ WorkerError             the machine failed, or the work was stopped
-       └─ OutOfMemory · JobLost · JobCancelled · InternalError
+PrecisError
+├─ RequestError            the caller can fix it
+│  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
+│  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
+│  └─ ContextTooLong · QueryTooLong · BodyTooLarge
+├─ CapacityError           try again later
+│  └─ QueueFull · StoreFull · NoWorker · ShuttingDown
+├─ SnapshotError           the stored thing cannot be used
+│  └─ SnapshotMissing · SnapshotCorrupt · SnapshotStale
+└─ WorkerError             the machine failed, or the work was stopped
+   └─ OutOfMemory · JobLost · JobCancelled · InternalError
 """
 
 from __future__ import annotations

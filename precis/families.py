@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,13 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return next(self.hf.parameters()).device
+        return torch.device(next(self.hf.parameters()).device)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and so of keys and values."""
-        return next(self.hf.parameters()).dtype
+        found: torch.dtype = next(self.hf.parameters()).dtype
+        return found
 
 
 def refuse_unsupported(hf: Any) -> None:
@@ -152,19 +154,21 @@ def _window(config: Any, layer: int) -> int | None:
 
 def weight_digest(hf: Any) -> str:
     """SHA-256 over every distinct weight (name, dtype, shape, bytes) and the config."""
-    sha = hashlib.sha256()
-    seen: set[int] = set()
-    for name, tensor in sorted(hf.state_dict().items()):
-        if tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        sha.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    distinct = {tensor.data_ptr(): (name, tensor) for name, tensor in sorted(hf.state_dict().items(), reverse=True)}
+    with ThreadPoolExecutor(4) as pool:  # hashing lets go of the interpreter's lock
+        sha = hashlib.sha256(b"".join(pool.map(_tensor_digest, sorted(distinct.values(), key=lambda item: item[0]))))
     config = hf.config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype", "dtype"):
         config.pop(noise, None)
     sha.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())
     return sha.hexdigest()
+
+
+def _tensor_digest(named: tuple[str, Tensor]) -> bytes:
+    name, tensor = named
+    sha = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.digest()
 
 
 class Rotary:
@@ -179,9 +183,9 @@ class Rotary:
         self._embedding = getattr(model.decoder, "rotary_emb", None)
         self._device = model.device
         self._kinds = getattr(model.hf.config.get_text_config(decoder=True), "layer_types", None)
-        self._per_kind = self._embedding is not None and "layer_type" in inspect.signature(
-            type(self._embedding).forward
-        ).parameters
+        self._per_kind = (
+            self._embedding is not None and "layer_type" in inspect.signature(type(self._embedding).forward).parameters
+        )
         self._n_positions = n_positions
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -1,9 +1,9 @@
 """How close a compressed cache is to the full one, measured while the full one is still there.
 
-Two probes are teacher-forced on both caches: the document's last tokens read once more, and its first tokens in answer to
-the request to repeat it. Reported are the mean KL(full || compressed) per predicted token, in nats, and how often both
-agree on the best token. This says how well the document itself can still be read out of the snapshot. It does not say
-whether an answer is right, and it says nothing about text that the two short probes do not touch.
+Two probes are teacher-forced on both caches: the document's last tokens read once more, and its first tokens in
+answer to the request to repeat it. Reported are the mean KL(full || compressed) per predicted token, in nats, and how
+often both agree on the best token. This says how well the document itself can still be read out of the snapshot. It
+does not say whether an answer is right, and it says nothing about text that the two short probes do not touch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,5 @@ def full_logits(model: Model, full: Prefill, tokens: list[int]) -> Tensor:
     """Float32 logits [n, vocabulary] of tokens that follow a full cache; the cache is only read."""
     positions = torch.arange(full.n_tokens, full.n_tokens + len(tokens), device=model.device)
     token_ids = torch.tensor(tokens, device=model.device)
-    out = model.hf(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, kv_store=Overlay(full)
-    )
+    out = model.hf(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, kv_store=Overlay(full))
     return out.logits[0].float()  # type: ignore[no-any-return]

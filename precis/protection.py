@@ -13,9 +13,7 @@ def budget_per_head(n_tokens: int, compression: Compression) -> int:
     return max(1, round(n_tokens * compression.keep_ratio))
 
 
-def protected_spans(
-    n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def protected_spans(n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Spans of tokens that are always kept: sinks, the last window, and the caller's, clipped to the context."""
     preset = PRESETS[compression.policy]
     n_window = preset.n_window

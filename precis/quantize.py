@@ -1,8 +1,8 @@
 """Min-max quantisation of ragged groups, and packing of 4-bit codes.
 
-The layout of KIVI (Liu et al. 2024, arXiv:2402.02750): keys per channel over groups of tokens, values per token over groups
-of channels. Differs from the paper: a head's last, short group is quantised too, not kept in 16 bits. Codes are computed
-from the float16-rounded scale and minimum, so that encoder and decoder agree.
+The layout of KIVI (Liu et al. 2024, arXiv:2402.02750): keys per channel over groups of tokens, values per token over
+groups of channels. Differs from the paper: a head's last, short group is quantised too, not kept in 16 bits. Codes
+are computed from the float16-rounded scale and minimum, so that encoder and decoder agree.
 """
 
 from __future__ import annotations

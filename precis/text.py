@@ -1,14 +1,13 @@
 """Text <-> tokens: the two halves of a prompt, and an incremental detokenizer. No torch.
 
-The seam: a context is rendered once by the model's chat template and ends with the template's end-of-turn token; the query
-part is rendered and tokenized on its own and starts right after it. So `tokens(context) + tokens(query)` is the
-definition, and no re-tokenization can shift the seam. Text from callers is tokenized with special tokens switched off, so
-that a document cannot end its own turn. Models without a template use plain text and a newline as the seam.
+The seam: a context is rendered once by the model's chat template and ends with the template's end-of-turn token; the
+query part is rendered and tokenized on its own and starts right after it. So `tokens(context) + tokens(query)` is the
+definition, and no re-tokenization can shift the seam. Text from callers is tokenized with special tokens switched
+off, so that a document cannot end its own turn. Models without a template use plain text and a newline as the seam.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +69,9 @@ class Prompter:
             body = self._encode("\n\n".join(m.content for m in messages), plain=True)
             start = self._with_bos([])
             return ContextPart(
-                [*start, *body, *self._encode("\n")], (len(start), len(start) + len(body)), tuple(m.role for m in messages)
+                [*start, *body, *self._encode("\n")],
+                (len(start), len(start) + len(body)),
+                tuple(m.role for m in messages),
             )
         fitted = self._fit(messages)
         roles = tuple(m.role for m in fitted)
@@ -79,15 +80,15 @@ class Prompter:
         pieces = _split(rendered, len(fitted))
         tokens = self._with_bos(self._encode(pieces[0]))
         first_body = next((i for i, m in enumerate(fitted) if m.role != "system"), 0)
-        start = stop = len(tokens)
+        body_start = body_stop = len(tokens)
         for index, message in enumerate(fitted):
             if index == first_body:
-                start = len(tokens)
+                body_start = len(tokens)
             tokens += self._encode(message.content, plain=True)
             if message is not _ACKNOWLEDGED:
-                stop = len(tokens)
+                body_stop = len(tokens)
             tokens += self._encode(pieces[index + 1] if index + 1 < len(fitted) else suffix)
-        return ContextPart(tokens, (start, stop), roles)
+        return ContextPart(tokens, (body_start, body_stop), roles)
 
     def query_part(self, roles: tuple[str, ...], messages: list[Message]) -> list[int]:
         """Render the messages that follow a context, up to the start of the answer.
@@ -168,7 +169,7 @@ class Prompter:
         special token in it."""
         alone = _split(self._render(_marks(roles), generate=False), len(roles))[-1]
         followed = _split(self._render(_marks((*roles, "user")), generate=True), len(roles) + 1)[len(roles)]
-        shared = os.path.commonprefix([alone, followed])
+        shared = _common_start(alone, followed)
         encoded = self._tokenizer.encode(shared, add_special_tokens=False)
         ends = [end for i, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if i in self._special]
         return shared[: ends[-1]] if ends else shared
@@ -253,6 +254,11 @@ class StopText:
     def _overlap(self, stop: str) -> int:
         """Length of the longest end of the held text that begins the stop string."""
         return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+def _common_start(one: str, other: str) -> str:
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:same]
 
 
 def _compile(template: str) -> jinja2.Template:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+import socket
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from service.settings import Settings, load
 from service.state import State
 from service.store import connect
 
+_QUIET = ("/healthz", "/readyz", "/metrics")  # asked all the time by machines
 _GRACE_S = 5  # after the streams were told of the shutdown
 
 
@@ -87,7 +89,7 @@ class Watch:
         began = time.monotonic()
         status = 499
 
-        async def noting(message: dict[str, Any]) -> None:
+        async def noting(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -105,8 +107,13 @@ class Watch:
                 await self._app(scope, receive, noting)
         finally:
             metrics.REQUESTS.labels(scope["method"], _route(scope), status).inc()
-            structlog.get_logger("http").info(
-                "request", method=scope["method"], path=scope["path"], status=status, ms=round((time.monotonic() - began) * 1000, 1)
+            log = structlog.get_logger("http")
+            (log.debug if scope["path"] in _QUIET else log.info)(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                ms=round((time.monotonic() - began) * 1000, 1),
             )
 
 
@@ -131,9 +138,14 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def main() -> None:
-    """Run the API until SIGTERM or SIGINT."""
+def main(arguments: list[str]) -> None:
+    """Run the API until SIGTERM or SIGINT.
+
+    Args:
+        arguments: `--fd N` takes over a listening socket from the parent process; without it one is made.
+    """
     logging.basicConfig(level=logging.WARNING)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     settings = load()
     app = create_app(settings)
     config = uvicorn.Config(
@@ -144,9 +156,9 @@ def main() -> None:
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    Server(config, app).run()
+    taken_over = [socket.socket(fileno=int(arguments[1]))] if arguments[:1] == ["--fd"] else None
+    Server(config, app).run(sockets=taken_over)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

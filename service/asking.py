@@ -95,7 +95,7 @@ async def begin(state: State, request: Request, record: ContextRecord, job: Answ
         _, first = await unless_gone(request, anext(events))
         if isinstance(first, FailedEvent):
             asked.ended = True
-            raise from_code(first.code, first.detail)
+            raise from_code(first.code, first.detail)  # noqa: TRY301 — closed like any other failure
         if isinstance(first, CacheEvent):
             asked.cache, asked.cached_tokens = first.cache, first.cached_tokens
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -12,9 +13,9 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
-from fastapi.exceptions import RequestValidationError
 
 from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest, JobLost
 from precis.fingerprint import of_context
@@ -168,10 +169,8 @@ async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextR
     deadline = time.monotonic() + seconds
     try:
         while record.status not in ("ready", "failed") and time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(subscription.queue.get(), min(1.0, max(0.01, deadline - time.monotonic())))
-            except TimeoutError:
-                pass
             record = await state.records.get(record.id)
     finally:
         state.follower.unfollow(subscription)

@@ -90,9 +90,14 @@ class Follower:
     async def _read(self) -> None:
         wake, woken = keys.wake(self.api_id).encode(), "0-0"
         while True:
-            cursors = {keys.events(job): min((s.last_id for s in subs), key=_order) for job, subs in self._followed.items() if subs}
+            cursors = {
+                keys.events(job): min((s.last_id for s in subs), key=_order)
+                for job, subs in self._followed.items()
+                if subs
+            }
             try:
-                found = await self._redis.xread({wake: woken, **cursors}, block=_BLOCK_MS, count=256)
+                streams: dict[Any, Any] = {wake: woken, **cursors}
+                found = await self._redis.xread(streams, block=_BLOCK_MS, count=256)
             except RedisError as error:
                 structlog.get_logger("events").warning("read_failed", error=type(error).__name__)
                 await asyncio.sleep(0.2)

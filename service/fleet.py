@@ -62,7 +62,11 @@ class Fleet:
         if not name:
             names = await self.models() or [raw.decode() for raw in await self._redis.smembers(keys.MODELS)]
             if len(names) != 1:
-                raise (ModelNotFound(f"name a model: one of {', '.join(names)}") if names else NoWorker("no worker is up yet"))
+                raise (
+                    ModelNotFound(f"name a model: one of {', '.join(names)}")
+                    if names
+                    else NoWorker("no worker is up yet")
+                )
             name = names[0]
         digest = await self._redis.hget(keys.model(name), "digest")
         if digest is None:

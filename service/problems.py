@@ -1,4 +1,5 @@
-"""The one table from error to status, and the two shapes an error has on the wire: RFC 9457, and OpenAI's on OpenAI routes."""
+"""The one table from error to status, and the two shapes an error has on the wire: RFC 9457, and OpenAI's on OpenAI
+routes."""
 
 from __future__ import annotations
 
@@ -99,10 +100,14 @@ def install(app: FastAPI) -> None:
         detail = error.detail if isinstance(error, HTTPException) else ""
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
         if is_openai(request.url.path):
-            body: dict[str, Any] = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": code}}
+            body: dict[str, Any] = {
+                "error": {"message": detail, "type": "invalid_request_error", "param": None, "code": code}
+            }
         else:
             body = {"type": f"urn:precis:{code}", "title": detail, "status": status, "detail": detail, "code": code}
-        return JSONResponse(body, status, media_type="application/json" if is_openai(request.url.path) else "application/problem+json")
+        return JSONResponse(
+            body, status, media_type="application/json" if is_openai(request.url.path) else "application/problem+json"
+        )
 
     app.add_exception_handler(errors.PrecisError, ours)
     app.add_exception_handler(RequestValidationError, invalid)

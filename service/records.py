@@ -92,7 +92,9 @@ class Records:
         for _ in range(2):
             answer: str = (await self._create(keys=where, args=args)).decode()
             if answer == "full":
-                raise QueueFull(f"{self._limit} contexts are waiting or running, which is the limit: try again", retry_after_s=10)
+                raise QueueFull(
+                    f"{self._limit} contexts are waiting or running, which is the limit: try again", retry_after_s=10
+                )
             if answer == record.id:
                 metrics.CONTEXTS_CREATED.labels("new").inc()
                 return record, True

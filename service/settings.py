@@ -24,7 +24,9 @@ class Settings(BaseSettings):
     compress_queue_limit: int = Field(64, ge=1, description="contexts waiting or running at most; beyond: 429")
     answer_queue_limit: int = Field(256, ge=1, description="answers waiting or running at most; beyond: 429")
     default_ttl_s: int = Field(7 * 86400, ge=1, description="seconds that a context lives if the upload does not say")
-    answer_timeout_s: float = Field(600.0, gt=0, description="seconds without any event after which an answer is given up")
+    answer_timeout_s: float = Field(
+        600.0, gt=0, description="seconds without any event after which an answer is given up"
+    )
     worker_grace_s: float = Field(10.0, ge=0, description="seconds without a live worker before requests get 503")
     default_policy: str = Field(DEFAULT_POLICY, description="policy of uploads that name none")
 

@@ -27,7 +27,7 @@ async def kept_alive(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     pending: asyncio.Task[bytes] | None = None
     try:
         while True:
-            pending = pending or asyncio.ensure_future(anext(frames))  # type: ignore[arg-type]
+            pending = pending or asyncio.ensure_future(anext(frames))
             done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
             if not done:
                 yield _COMMENT
@@ -43,4 +43,3 @@ async def kept_alive(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                 await pending
         await frames.aclose()  # type: ignore[attr-defined]
-

@@ -85,7 +85,9 @@ async def readyz(request: Request) -> Response:
             problems.append("no worker is up yet")
     except RedisError as error:
         problems.append(f"the store cannot be reached ({type(error).__name__})")
-    return JSONResponse({"status": "unavailable" if problems else "ready", "problems": problems}, 503 if problems else 200)
+    return JSONResponse(
+        {"status": "unavailable" if problems else "ready", "problems": problems}, 503 if problems else 200
+    )
 
 
 @router.get("/metrics")

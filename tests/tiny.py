@@ -8,18 +8,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 199
-_BASE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA = {"sliding_window": 40, "head_dim": 16, "query_pre_attn_scalar": 16}
 _GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -28,8 +29,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 40}),
-    "gemma2": ("gemma2", dict(sliding_window=40, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0)),
-    "gemma3": ("gemma3_text", dict(sliding_window=40, head_dim=16, query_pre_attn_scalar=16, layer_types=_GEMMA3_LAYERS)),
+    "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", {**_GEMMA, "layer_types": _GEMMA3_LAYERS}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 40}),
 }

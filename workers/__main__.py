@@ -75,19 +75,24 @@ def main() -> int:
         name = settings.model_name or (settings.model if location != settings.model else models.read_name(location))
         served = models.serve(name, location, device, dtype)
     except PrecisError as error:
-        log.error("cannot_serve", code=error.code, why=error.detail)
+        log.error("cannot_serve", code=error.code, why=error.detail)  # noqa: TRY400 — a refusal, not a bug
         return 2
     worker = build(settings, served)
 
-    def stop(signum: int, frame: object) -> None:
+    def stop(_signal: int, _frame: object) -> None:
         worker.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    server, _ = start_http_server(settings.metrics_port, "127.0.0.1" if not settings.metrics_port else "0.0.0.0")  # noqa: S104 — scraped from outside
+    server, _ = start_http_server(settings.metrics_port, "127.0.0.1" if not settings.metrics_port else "0.0.0.0")
     worker.heart.start()
     log.info(
-        "worker_ready", pid=os.getpid(), model=name, device=str(device), dtype=served.card.dtype, metrics=server.server_port
+        "worker_ready",
+        pid=os.getpid(),
+        model=name,
+        device=str(device),
+        dtype=served.card.dtype,
+        metrics=server.server_port,
     )
     try:
         worker.run()

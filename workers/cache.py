@@ -49,7 +49,9 @@ class SnapshotCache:
         try:
             snapshot = self._load(record, fingerprint)
         except SnapshotError as error:
-            structlog.get_logger("cache").warning("snapshot_unusable", context=record.id, code=error.code, why=error.detail)
+            structlog.get_logger("cache").warning(
+                "snapshot_unusable", context=record.id, code=error.code, why=error.detail
+            )
             raise
         self.keep(record.id, snapshot)
         metrics.LOADS.labels("store").inc()

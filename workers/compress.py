@@ -171,4 +171,3 @@ def document_of(served: Served, record: ContextRecord, token_ids: list[int]) -> 
         repeat_first=tuple(first),
         repeat_next=(tuple(opening), tuple(closing)),
     )
-

@@ -142,7 +142,7 @@ class Queue:
         """Put a job back for others; `died` counts an attempt."""
         shared = keys.compress_jobs(self._model) if entry.stream in self.compressions else keys.answer_jobs(self._model)
         attempt = entry.attempt + (1 if died else 0)
-        args = [keys.GROUP, entry.entry_id, encode(entry.job), attempt, self.worker_id]
+        args: list[Any] = [keys.GROUP, entry.entry_id, encode(entry.job), attempt, self.worker_id]
         self._give_back(keys=[entry.stream, shared], args=args)
 
     def bury(self, stream: str, entry_id: str, fields: dict[bytes, bytes]) -> None:
@@ -180,7 +180,7 @@ class Queue:
 
     def _bury_dead_workers(self) -> None:
         """Hand on the streams of workers whose beat stopped, and forget their empty consumers."""
-        registered: dict[bytes, bytes] = self._redis.hgetall(keys.WORKERS)
+        registered: Any = self._redis.hgetall(keys.WORKERS)
         for raw_id, model in registered.items():
             worker_id = raw_id.decode()
             if worker_id == self.worker_id or self._redis.exists(keys.worker(worker_id)):

@@ -12,7 +12,15 @@ import redis
 import structlog
 
 from precis.core import Snapshot
-from precis.errors import ContextNotFound, InternalError, JobCancelled, JobLost, PrecisError, ShuttingDown, SnapshotError
+from precis.errors import (
+    ContextNotFound,
+    InternalError,
+    JobCancelled,
+    JobLost,
+    PrecisError,
+    ShuttingDown,
+    SnapshotError,
+)
 from precis.wire import keys
 from precis.wire.codec import encode
 from precis.wire.messages import (
@@ -151,9 +159,7 @@ class Worker:
             return
         self._compressing = True
         try:
-            snapshot = self.compressor.run(
-                record, lambda *_: self._between(entry), lambda: not self.heart.lost(entry)
-            )
+            snapshot = self.compressor.run(record, lambda *_: self._between(entry), lambda: not self.heart.lost(entry))
         except ShuttingDown:
             self.records.mark(record, status="queued")
             self.queue.give_back(entry, died=False)

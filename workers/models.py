@@ -66,14 +66,14 @@ def locate(name: str, data_dir: Path) -> str:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """"auto" means the first GPU, or the CPU where there is none."""
+    """ "auto" means the first GPU, or the CPU where there is none."""
     if wanted != "auto":
         return torch.device(wanted)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """"auto" means bfloat16 on a GPU and on CPUs that multiply it natively, else float32."""
+    """ "auto" means bfloat16 on a GPU and on CPUs that multiply it natively, else float32."""
     if wanted != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
     native = device.type == "cuda" or bool(torch.cpu._is_avx512_bf16_supported())
@@ -105,6 +105,7 @@ def serve(name: str, location: str, device: torch.device, dtype: torch.dtype) ->
     return Served(model, Rotary(model, model.geometry.max_length), Prompter(card), card)
 
 
+@torch.inference_mode()
 def check_against(model: Model, probe: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare logits of a chunked prefill plus a follow-up with those of plain transformers.
 

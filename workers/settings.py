@@ -31,7 +31,9 @@ class Settings(BaseSettings):
     seal_key: str = Field("", description="secret that signs snapshots; set it where others can write to the store")
     metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
     role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")
-    chunk_bytes: int = Field(4 << 20, ge=1024, description="largest piece of a snapshot that is read or written at once")
+    chunk_bytes: int = Field(
+        4 << 20, ge=1024, description="largest piece of a snapshot that is read or written at once"
+    )
 
 
 def load() -> Settings:

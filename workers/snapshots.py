@@ -1,7 +1,7 @@
 """Snapshots in the store: one hash each, published whole by RENAME, so that expiry and eviction take all or nothing.
 
-Fields: `m` the sealed manifest, then `LAYER.PIECE`, slices of at most `chunk_bytes`. A snapshot above 512 MiB becomes several
-hashes of whole layers, renamed in one transaction.
+Fields: `m` the sealed manifest, then `LAYER.PIECE`, slices of at most `chunk_bytes`. A snapshot above 512 MiB becomes
+several hashes of whole layers, renamed in one transaction.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 _ROWS = 128  # query rows per block on the path that forms logits: bounds memory to G * 128 x keys
 
@@ -43,22 +43,29 @@ def causal_attention(
         group = query.shape[0] // key.shape[0]
         keys, values = key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None]
         if n == m and (window is None or window >= m):
-            return F.scaled_dot_product_attention(query[None], keys, values, is_causal=True, scale=scaling)[0]
+            return functional.scaled_dot_product_attention(query[None], keys, values, is_causal=True, scale=scaling)[0]
         mask = columns <= rows
         if window is not None:
             mask &= columns > rows - window
-        return F.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, scale=scaling)[0]
+        return functional.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, scale=scaling)[0]
     out = torch.empty_like(query)
     for start in range(0, n, _ROWS):
         stop = min(n, start + _ROWS)
         weights = attention_weights(
-            query[:, start:stop], key, rows[start:stop], columns, scaling=scaling, softcap=softcap, window=window, sinks=sinks
+            query[:, start:stop],
+            key,
+            rows[start:stop],
+            columns,
+            scaling=scaling,
+            softcap=softcap,
+            window=window,
+            sinks=sinks,
         )
         out[:, start:stop] = (weights.to(value.dtype) @ value[:, None]).reshape(query[:, start:stop].shape)
     return out
 
 
-def attention_weights(
+def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends on
     query: Tensor,
     key: Tensor,
     rows: Tensor,

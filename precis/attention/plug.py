@@ -1,8 +1,8 @@
 """The one attention function that transformers calls. It knows no model and no method: it hands q, k and v on.
 
-The name is registered in `AttentionInterface` and deliberately not in `AttentionMaskInterface`: transformers then builds
-no [q, kv] mask at all, and causality is ours, by position. Called with `use_cache=False`, a model gives this function
-the new tokens' keys and values only; all history lives in the `cache` argument's object.
+The name is registered in `AttentionInterface` and deliberately not in `AttentionMaskInterface`: transformers then
+builds no [q, kv] mask at all, and causality is ours, by position. Called with `use_cache=False`, a model gives this
+function the new tokens' keys and values only; all history lives in the `cache` argument's object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KVStore(Protocol):
 
 
 def precis_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The function behind `attn_implementation="precis"`; needs `kv_store=` in the model's forward call."""
     store: KVStore | None = kwargs.get("kv_store")

@@ -66,7 +66,9 @@ def attend(
         start, stop = segment.rows
         if segment.keys.shape[0] == 0 or start == stop:
             continue
-        part, part_lse = _softmax_part(queries[start:stop], row_positions[start:stop], segment, scaling, softcap, window)
+        part, part_lse = _softmax_part(
+            queries[start:stop], row_positions[start:stop], segment, scaling, softcap, window
+        )
         total = torch.logaddexp(lse[start:stop], part_lse)
         safe = total.masked_fill(total == float("-inf"), 0.0)
         kept = torch.exp(lse[start:stop] - safe)[:, None]

@@ -1,8 +1,8 @@
 """int4: keys per channel before RoPE, values per token, groups of 64, 4 bits; sinks at 8 bits.
 
 Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750.
-Differs from the paper: keys are quantised before RoPE, 4 bits, the sinks are kept at 8 bits per token, since their keys are
-outliers that would widen every group they are in, and no residual of recent tokens is kept in 16 bits.
+Differs from the paper: keys are quantised before RoPE, 4 bits, the sinks are kept at 8 bits per token, since their
+keys are outliers that would widen every group they are in, and no residual of recent tokens is kept in 16 bits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Int4:
         keys, values = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
         sinks = parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
         keys[is_sink], values[is_sink] = sinks[0], sinks[1]
-        keys[~is_sink] = unpack4(parts["keys"]).float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
+        keys[~is_sink] = (
+            unpack4(parts["keys"]).float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
+        )
         codes = unpack4(parts["values"]).float().reshape(group.shape[0], -1, channel_group(layout.head_dim))
         rest = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
         values[~is_sink] = rest.reshape(group.shape[0], layout.head_dim)

@@ -20,8 +20,11 @@ from precis.scorers import Comparable, Needs
 class KVzip:
     """Score a token by the largest attention that any row and any query head of its group paid while repeating."""
 
-    needs: Needs = Needs(repeat=True)
     comparable: Comparable = "global"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(repeat=True)
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank every context token for every kv head.

@@ -21,8 +21,11 @@ from precis.scorers import Comparable, Needs
 class Sage:
     """Score a token by the last query's logit for it, summed over the query group."""
 
-    needs: Needs = Needs(n_window=1)
     comparable: Comparable = "head"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(n_window=1)
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank every context token for every kv head.

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from precis.attention.dense import attention_weights
 from precis.core import Prefill
@@ -67,6 +67,6 @@ class SnapKV:
                 softcap=g.softcap[layer],
             )
             seen = weights[..., : n_tokens - n_window].mean(2)
-            pooled = F.avg_pool1d(seen, self.kernel, stride=1, padding=self.kernel // 2)
+            pooled = functional.avg_pool1d(seen, self.kernel, stride=1, padding=self.kernel // 2)
             scores[layer, :, : n_tokens - n_window] = pooled.mean(1)
         return scores

@@ -20,8 +20,11 @@ from precis.scorers import Comparable, Needs
 class Streaming:
     """Score a token by how late it comes."""
 
-    needs: Needs = Needs()
     comparable: Comparable = "global"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank tokens by recency.

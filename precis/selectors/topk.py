@@ -19,7 +19,9 @@ from precis.scorers import Needs
 class TopK:
     """Protected tokens, then the best scores."""
 
-    needs: Needs = Needs()
+    @property
+    def needs(self) -> Needs:
+        return Needs()
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Keep each head's best entries.

@@ -30,7 +30,10 @@ class TwoStage:
 
     first_stage: float = 0.5
     epsilon: float = 1e-4
-    needs: Needs = Needs(output_norms=True)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(output_norms=True)
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Keep each head's critical entries.

@@ -3,8 +3,8 @@
 Wang et al. 2025, "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction for Efficient Long-Context
 Inference", arXiv:2503.08879.
 As in the paper: selected once, after the query's prefill, per token and per head; sinks and recent tokens are kept.
-Differs from the paper: the snapshot serves other queries unchanged, the whole private tail (query and answer) stays visible
-instead of sliding, and the group's logits are summed, on which the paper is silent.
+Differs from the paper: the snapshot serves other queries unchanged, the whole private tail (query and answer) stays
+visible instead of sliding, and the group's logits are summed, on which the paper is silent.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ def encode(value: Job | Event | ModelCard | WorkerRecord) -> bytes:
 
 def decode_job(data: bytes) -> Job:
     """A job; msgspec.ValidationError names what is wrong."""
-    return msgspec.msgpack.decode(data, type=Job)  # type: ignore[arg-type]
+    return msgspec.msgpack.decode(data, type=Job)
 
 
 def decode_event(data: bytes) -> Event:
     """An event."""
-    return msgspec.msgpack.decode(data, type=Event)  # type: ignore[arg-type]
+    return msgspec.msgpack.decode(data, type=Event)
 
 
 def decode(data: bytes, kind: type[_T]) -> _T:

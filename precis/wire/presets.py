@@ -68,7 +68,9 @@ def resolve(policy: str | None, keep_ratio: float | None, codec: str | None) -> 
         raise InvalidRequest(f"there is no codec {codec!r}; choose one of {', '.join(CODEC_NAMES)}")
     if not PRESETS[policy].evicts:
         if keep_ratio not in (None, 1.0):
-            raise InvalidRequest(f"the policy {policy} keeps everything: leave keep_ratio out, or choose another policy")
+            raise InvalidRequest(
+                f"the policy {policy} keeps everything: leave keep_ratio out, or choose another policy"
+            )
         keep_ratio = 1.0
     keep_ratio = DEFAULT_KEEP_RATIO if keep_ratio is None else keep_ratio
     if not 0 < keep_ratio <= 1:

@@ -39,9 +39,10 @@ WORKER_NAMES = frozenset(
         "chunk_bytes",
     }
 )
+CLIENT_NAMES = frozenset({"url"})
 
 
 def unknown_names(environment: Iterable[str]) -> list[str]:
     """PRECIS_* names that no process knows."""
-    known = {PREFIX + name.upper() for name in SERVICE_NAMES | WORKER_NAMES}
+    known = {PREFIX + name.upper() for name in SERVICE_NAMES | WORKER_NAMES | CLIENT_NAMES}
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)

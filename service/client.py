@@ -1,0 +1,85 @@
+"""What the command line needs of the API, over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """One server-sent event with JSON data."""
+
+    name: str
+    data: dict[str, Any]
+
+
+class ApiError(Exception):
+    """The server refused, or cannot be reached; the message is for people."""
+
+
+class Client:
+    """A thin client of one server."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+        self._http = httpx.Client(base_url=base_url, timeout=httpx.Timeout(30, read=700))
+
+    def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """One request.
+
+        Raises:
+            ApiError: with the server's own words.
+        """
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check(response)
+        body: dict[str, Any] = response.json()
+        return body
+
+    def stream(self, method: str, path: str, **options: Any) -> Iterator[ServerEvent]:
+        """Server-sent events of one request, until the server ends them.
+
+        Raises:
+            ApiError: with the server's own words.
+        """
+        try:
+            with self._http.stream(method, path, **options) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                yield from _events(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: httpx.HTTPError) -> ApiError:
+        return ApiError(
+            f"no answer from {self._base_url} ({error}): is `precis up` running? --url names another server"
+        )
+
+    @staticmethod
+    def _check(response: httpx.Response) -> None:
+        if response.is_error:
+            try:
+                detail = response.json()["detail"]
+            except (ValueError, KeyError):
+                detail = response.text or response.reason_phrase
+            raise ApiError(f"{detail} (HTTP {response.status_code})")
+
+
+def _events(lines: Iterator[str]) -> Iterator[ServerEvent]:
+    name, data = "message", []
+    for line in lines:
+        if line.startswith("event:"):
+            name = line[6:].strip()
+        elif line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            yield ServerEvent(name, json.loads("\n".join(data)))
+            name, data = "message", []

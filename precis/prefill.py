@@ -196,7 +196,9 @@ def output_norms(model: Model, full: Prefill, block: int = 4096) -> Tensor:
 
 
 @torch.inference_mode()
-def repeat_context(model: Model, document: Document, full: Prefill, between: Between = silent) -> Tensor:
+def repeat_context(
+    model: Model, document: Document, full: Prefill, between: Between = silent, chunk: int = REPEAT_CHUNK
+) -> Tensor:
     """Ask the model to repeat the document, teacher-forced, and record the largest attention to each entry.
 
     Returns:
@@ -206,16 +208,16 @@ def repeat_context(model: Model, document: Document, full: Prefill, between: Bet
     scores = torch.zeros(g.n_layers, g.n_kv_heads, full.n_tokens, device=full.keys.device)
     start, stop = document.body
     overhead = max(len(document.repeat_first), sum(map(len, document.repeat_next)) + _REPEAT_OVERLAP)
-    size = max(64, min(REPEAT_CHUNK, g.max_length - full.n_tokens - overhead))
+    size = max(64, min(chunk, g.max_length - full.n_tokens - overhead))
     for at in range(start, stop, size):
         between("score", at - start, stop - start)
-        chunk = document.token_ids[at : min(stop, at + size)]
+        part = document.token_ids[at : min(stop, at + size)]
         if at == start:
             asked = torch.tensor(document.repeat_first, dtype=torch.int64)
         else:
             opening, closing = (torch.tensor(part, dtype=torch.int64) for part in document.repeat_next)
             asked = torch.cat([opening, document.token_ids[max(start, at - _REPEAT_OVERLAP) : at], closing])
-        overlay = Overlay(full, (at, at + chunk.shape[0]), scores)
-        forward_tokens(model, torch.cat([asked, chunk]), full.n_tokens, overlay)
+        overlay = Overlay(full, (at, at + part.shape[0]), scores)
+        forward_tokens(model, torch.cat([asked, part]), full.n_tokens, overlay)
     between("score", stop - start, stop - start)
     return scores

@@ -36,8 +36,8 @@ def check_budget(n_tokens: int, compression: Compression, spans: Iterable[tuple[
         covered.update(range(start, stop))
     if len(covered) > per_head:
         raise BudgetTooSmall(
-            f"keep_ratio {compression.keep_ratio:g} keeps {per_head} of {n_tokens} tokens per head, but {len(covered)} are "
-            f"always kept (first and last tokens, template): use a keep_ratio of at least "
+            f"keep_ratio {compression.keep_ratio:g} keeps {per_head} of {n_tokens} tokens per head, but {len(covered)} "
+            f"are always kept (first and last tokens, template): use a keep_ratio of at least "
             f"{min(1.0, (len(covered) + 1) / n_tokens):.2f}, or the policy full",
             n_tokens=n_tokens,
             n_protected=len(covered),

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 
 from precis import __version__
 from precis.errors import BodyTooLarge
-from service import chat, contexts, metrics, problems, queries, system
+from service import chat, contexts, metrics, problems, progress, queries, system
 from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs
@@ -65,7 +65,7 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=_operation_id,
     )
     problems.install(app)
-    for module in (contexts, queries, chat, system):
+    for module in (contexts, progress, queries, chat, system):
         app.include_router(module.router)
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes)
     return app

@@ -40,8 +40,8 @@ def tiny(family: str = "llama", **changes: Any) -> Any:
     """A transformers model of this family in float32 with eager attention, the same one every time."""
     kind, extra = FAMILIES.get(family, (family, {}))
     config = AutoConfig.for_model(kind, **{**_BASE, **extra, **changes})
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    torch.manual_seed(0)
     for parameter in model.parameters():  # larger weights, so that attention is not flat
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.08)

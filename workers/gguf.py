@@ -1,7 +1,8 @@
 """Read a GGUF file and write it as a transformers folder: config, float32 safetensors, tokenizer.
 
 Only what the embedded default needs: Llama models with F32, Q8_0 and Q4_1 tensors and a byte-level BPE tokenizer of the
-pre-tokenizer kind "smollm". transformers' own GGUF path takes over ten seconds for the same file. The file format is that of
+pre-tokenizer kind
+"smollm". transformers' own GGUF path takes over ten seconds for the same file. The file format is that of
 ggml-org/ggml's docs/gguf.md.
 """
 

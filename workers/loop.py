@@ -26,7 +26,6 @@ from precis.wire.codec import encode
 from precis.wire.messages import (
     AnswerJob,
     CompressJob,
-    ContextRecord,
     FailedEvent,
     Problem,
     ScoredEvent,
@@ -41,6 +40,7 @@ from workers.compress import Compressor
 from workers.events import emit
 from workers.jobs import Entry, Heart, Queue
 from workers.models import Served
+from workers.recompute import make_again
 from workers.records import Records
 from workers.score import score
 
@@ -241,25 +241,13 @@ class Worker:
             if self._compressing:
                 self._waiting.append(entry)
                 return None
-            return self._recompute(entry, record, error)
+            self._compressing = True
+            try:
+                return make_again(self.cache, self.compressor, record, error, lambda *_: self._between(entry))
+            finally:
+                self._compressing = False
         self.records.touch(record)
         return snapshot, f"hit; {origin}"
-
-    def _recompute(self, entry: Entry, record: ContextRecord, why: SnapshotError) -> tuple[Snapshot, str]:
-        """In any doubt about a stored snapshot: make it again from the source tokens, and say so."""
-        reason = why.code.removeprefix("snapshot_")
-        metrics.RECOMPUTED.labels(reason).inc()
-        structlog.get_logger("worker").warning("recomputing", context=record.id, reason=reason)
-        self.cache.drop(record.id)
-        self._compressing = True
-        try:
-            made = self.compressor.make(record, lambda *_: self._between(entry))
-        finally:
-            self._compressing = False
-        self.compressor.publish(record, made)
-        self.compressor.mark_ready(record, made, record.timings)
-        self.cache.keep(record.id, made.snapshot)
-        return made.snapshot, f"recomputed; {reason}"
 
     def _failed(self, entry: Entry, error: PrecisError) -> None:
         """The one place where an exception becomes an event and, for a context, a failed record."""

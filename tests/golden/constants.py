@@ -1,0 +1,4 @@
+"""What the golden vectors were made with."""
+
+N_TOKENS, N_WINDOW, KERNEL, RATIO, CHUNK = 150, 16, 5, 0.5, 64
+REPEAT_FIRST, REPEAT_NEXT, SUFFIX = (11, 12, 13), (14, 15), (16,)

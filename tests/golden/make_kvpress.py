@@ -1,0 +1,104 @@
+"""Make kvpress.npz: what kvpress 0.5.5 keeps and scores on a tiny model. Not run by tests.
+
+kvpress pins transformers < 5.3, so this runs in an environment of its own, from the repository's root:
+
+    python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install torch==2.13.0 kvpress==0.5.5 transformers==5.2.0
+    PYTHONPATH=. /tmp/kvpress/bin/python tests/golden/make_kvpress.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kvpress
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from tests.golden.constants import CHUNK, KERNEL, N_TOKENS, N_WINDOW, RATIO, REPEAT_FIRST, REPEAT_NEXT, SUFFIX
+from tests.tiny import tiny
+
+
+class Words:
+    """Stands for a tokenizer: one fixed token sequence per instruction."""
+
+    def encode(self, text: str, **_: Any) -> torch.Tensor:
+        """Token ids [1, n]."""
+        return torch.tensor([REPEAT_NEXT if "starting with" in text else REPEAT_FIRST])
+
+
+def kept_by(press: Any, model: Any, ids: torch.Tensor) -> np.ndarray:
+    """[L, K, T] bool, what a press leaves after a real prefill with its own hooks."""
+    masks = []
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.masked_key_indices = None
+    states: dict[int, tuple[Any, ...]] = {}
+
+    def grab(module: Any, _: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        states[module.layer_idx] = (kwargs["hidden_states"], layer.keys.clone(), layer.values.clone(), kwargs)
+
+    hooks = [layer.self_attn.register_forward_hook(grab, with_kwargs=True) for layer in model.model.layers]
+    model(input_ids=ids, past_key_values=DynamicCache())
+    for hook in hooks:
+        hook.remove()
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        attention.rotary_emb = model.model.rotary_emb
+        hidden, keys, values, kwargs = states[index]
+        if isinstance(press, kvpress.CriticalAdaKVPress):
+            press.compress(attention, hidden, keys, values, None, kwargs)
+            keep = torch.ones(keys.shape[1], N_TOKENS, dtype=torch.bool)
+            _, heads, positions = attention.masked_key_indices
+            keep[heads, positions] = False
+        else:
+            scores = press.score(attention, hidden, keys, values, None, kwargs)[0]
+            n_kept = N_TOKENS - int(N_TOKENS * RATIO)
+            keep = torch.zeros(scores.shape, dtype=torch.bool)
+            keep.scatter_(-1, scores.topk(n_kept, dim=-1).indices, True)
+        masks.append(keep.numpy())
+    return np.stack(masks)
+
+
+def kvzip_scores(model: Any, ids: torch.Tensor) -> np.ndarray:
+    """[L, K, T] float32 of KVzipPress' own scoring passes."""
+    press = kvpress.KVzipPress(compression_ratio=RATIO, chunk_size=CHUNK)
+    cache = DynamicCache()
+    model(input_ids=ids, past_key_values=cache)
+    press.prefix_length, press.context_length = 0, N_TOKENS
+    press._suffix_ids, press._context_ids, press._cache = torch.tensor([SUFFIX]), ids, cache
+    pairs = press.prepare(model, Words())
+    hooks = [
+        layer.self_attn.register_forward_hook(press.forward_hook, with_kwargs=True) for layer in model.model.layers
+    ]
+    press.start_idx = 0
+    for part, repeated in pairs:
+        press.end_idx = press.start_idx + part.shape[1]
+        positions = torch.arange(N_TOKENS, N_TOKENS + repeated.shape[1])[None]
+        model.model(input_ids=repeated, past_key_values=cache, position_ids=positions)
+        press.start_idx = press.end_idx
+    for hook in hooks:
+        hook.remove()
+    return press.score_val[:, 0].float().numpy()
+
+
+@torch.no_grad()
+def main() -> None:
+    """Write the file beside this script."""
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(3, 199, (1, N_TOKENS), generator=torch.Generator().manual_seed(1))
+    snapkv = {"compression_ratio": RATIO, "window_size": N_WINDOW, "kernel_size": KERNEL}
+    presses = {
+        "snapkv": kvpress.SnapKVPress(**snapkv),
+        "criticalkv": kvpress.CriticalKVPress(kvpress.SnapKVPress(**snapkv)),
+        "critical-adakv": kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(**snapkv)),
+    }
+    found = {name: kept_by(press, model, ids) for name, press in presses.items()}
+    path = Path(__file__).with_name("kvpress.npz")
+    np.savez_compressed(path, token_ids=ids[0].numpy(), kvzip=kvzip_scores(model, ids), **found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Shorthand for tests of the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precis.attention.plug import attach
+from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
+from precis.families import Model
+from precis.prefill import Document, prefill
+from precis.scorers import Needs
+from precis.selection import gather
+from tests.tiny import VOCABULARY, tiny
+
+N_CONTEXT = 150
+
+
+def tokens(n: int, seed: int = 1) -> Tensor:
+    """Random token ids."""
+    return torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def attached(family: str = "llama", **changes: Any) -> Model:
+    """A tiny model with the precis attention."""
+    return attach(tiny(family, **changes))
+
+
+def document(token_ids: Tensor) -> Document:
+    """All body, with a request to repeat it."""
+    return Document(token_ids, (0, len(token_ids)), (), (11, 12, 13), ((14, 15), (16,)))
+
+
+def read(model: Model, token_ids: Tensor, needs: Needs | None = None, chunk: int = 64) -> Prefill:
+    """The full cache of these tokens."""
+    return prefill(model, document(token_ids), needs or Needs(), chunk=chunk)
+
+
+def cut(full: Prefill, keep: Tensor | None = None) -> Snapshot:
+    """A snapshot of what `keep` [L, K, T] marks, by default of all that is visible."""
+    g, n = full.geometry, full.n_tokens
+    if keep is None:
+        keep = torch.ones(g.n_layers, g.n_kv_heads, n, dtype=torch.bool)
+    for layer in range(g.n_layers):
+        keep[layer, :, : g.first_visible(layer, n)] = False
+    return gather(full, Selection.from_mask(keep), SnapshotHeader("f", n, n, 4, {}))

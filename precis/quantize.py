@@ -48,6 +48,12 @@ def channel_group(head_dim: int) -> int:
     return next(size for size in range(min(GROUP, head_dim), 0, -1) if head_dim % size == 0)
 
 
+def by_channel_groups(values: Tensor) -> Tensor:
+    """[n, D] -> [n, groups, channels per group]; n may be 0."""
+    size = channel_group(values.shape[1])
+    return values.reshape(values.shape[0], values.shape[1] // size, size)
+
+
 def token_groups(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Cut each head's tokens into groups of 64.
 
@@ -78,7 +84,7 @@ def pack4(codes: Tensor) -> Tensor:
 
 def unpack4(packed: Tensor) -> Tensor:
     """The inverse of `pack4`."""
-    return torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
+    return torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], 2 * packed.shape[1])
 
 
 def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precis.codecs import Layout, Shape
-from precis.quantize import channel_group, check_encodable, pack4, quantize, sink_rows, token_groups, unpack4
+from precis.quantize import by_channel_groups, channel_group, check_encodable, pack4, quantize, sink_rows, token_groups, unpack4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Int4:
         members, group = token_groups(_rest(layout), keys.device)
         codes, key_scale, key_low = quantize(keys[members], 4, 1)
         inside = torch.arange(keys.shape[0], device=keys.device) - members[group, 0]
-        grouped = values.reshape(values.shape[0], -1, channel_group(layout.head_dim))
+        grouped = by_channel_groups(values)
         value_codes, value_scale, value_low = quantize(grouped, 4, 2)
         return {
             "key_scale": key_scale,
@@ -84,7 +84,7 @@ class Int4:
         keys[~is_sink] = (
             unpack4(parts["keys"]).float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
         )
-        codes = unpack4(parts["values"]).float().reshape(group.shape[0], -1, channel_group(layout.head_dim))
+        codes = by_channel_groups(unpack4(parts["values"]).float())
         rest = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
         values[~is_sink] = rest.reshape(group.shape[0], layout.head_dim)
         return keys, values

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from precis.codecs import Layout, Shape
-from precis.quantize import channel_group, check_encodable, quantize, token_groups
+from precis.quantize import by_channel_groups, channel_group, check_encodable, quantize, token_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Int8:
         members, group = token_groups(layout.counts, keys.device)
         codes, key_scale, key_low = quantize(keys[members], 8, 1)
         inside = torch.arange(keys.shape[0], device=keys.device) - members[group, 0]
-        grouped = values.reshape(values.shape[0], -1, channel_group(layout.head_dim))
+        grouped = by_channel_groups(values)
         value_codes, value_scale, value_low = quantize(grouped, 8, 2)
         return {
             "key_scale": key_scale,
@@ -64,6 +64,6 @@ class Int8:
         """Within half a step of each entry."""
         _, group = token_groups(layout.counts, parts["keys"].device)
         keys = parts["keys"].float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
-        codes = parts["values"].float().reshape(parts["values"].shape[0], -1, channel_group(layout.head_dim))
+        codes = by_channel_groups(parts["values"].float())
         values = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
         return keys, values.reshape(parts["values"].shape)

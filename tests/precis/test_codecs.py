@@ -1,0 +1,130 @@
+"""Codecs: error bounds, ragged groups, awkward heads; packing; positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precis import positions
+from precis.codecs import Codec, Layout
+from precis.container import CODECS
+from precis.quantize import channel_group, pack4, quantize, token_groups, unpack4
+
+COUNTS = [(0,), (1,), (64, 65, 63), (5, 0, 200), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_round_trip_is_within_half_a_step(codec: Codec, counts: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(sum(counts))
+    layout = Layout(counts, tuple(min(4, count) for count in counts), 64)
+    keys, values = (3 * torch.randn(sum(counts), 64, generator=generator) for _ in range(2))
+    parts = codec.encode(keys, values, layout)
+    for name, (dtype, shape) in codec.shapes(layout).items():
+        assert parts[name].dtype == dtype
+        assert tuple(parts[name].shape) == shape
+    found = codec.decode(parts, layout)
+    widest = 24.0  # of a group: normal numbers of deviation 3
+    bound = {"raw16": 0.01, "int8": widest / 255, "int4": widest / 15}[codec.name] * 0.51 + 0.01
+    for expected, got in zip((keys, values), found, strict=True):
+        assert got.shape == expected.shape
+        assert not expected.numel() or float((got.float() - expected).abs().max()) < bound
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_constant_and_tiny_groups_do_not_divide_by_zero(codec: Codec) -> None:
+    layout = Layout((3,), (0,), 8)
+    for keys in (torch.full((3, 8), 2.0), torch.full((3, 8), 1e-7) * torch.arange(8), torch.zeros(3, 8)):
+        found, _ = codec.decode(codec.encode(keys, keys, layout), layout)
+        assert bool(torch.isfinite(found).all())
+        torch.testing.assert_close(found.float(), keys, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(codec: Codec, bad: float) -> None:
+    keys = torch.ones(2, 8)
+    keys[1, 3] = bad
+    with pytest.raises(ValueError, match="finite"):
+        codec.encode(keys, torch.ones(2, 8), Layout((2,), (0,), 8))
+
+
+def test_raw16_of_a_bfloat16_model_is_lossless() -> None:
+    keys = torch.randn(10, 8).bfloat16()
+    layout = Layout((10,), (4,), 8)
+    found, _ = CODECS["raw16"].decode(CODECS["raw16"].encode(keys, keys, layout), layout)
+    assert torch.equal(found, keys)
+
+
+def test_raw16_of_large_float32_numbers_does_not_overflow() -> None:
+    keys = torch.full((2, 8), 1e6)
+    layout = Layout((2,), (0,), 8)
+    found, _ = CODECS["raw16"].decode(CODECS["raw16"].encode(keys, keys, layout), layout)
+    torch.testing.assert_close(found.float(), keys, rtol=0.01, atol=0)
+
+
+def test_sinks_of_int4_are_kept_at_eight_bits() -> None:
+    keys = torch.randn(100, 64) * 0.1
+    keys[:4] *= 300  # sink keys are outliers
+    found, _ = CODECS["int4"].decode(CODECS["int4"].encode(keys, keys, Layout((100,), (4,), 64)), Layout((100,), (4,), 64))
+    assert float((found[4:] - keys[4:]).abs().max()) < 0.05
+    assert float((found[:4] - keys[:4]).abs().max()) < 1.0
+
+
+def test_an_odd_head_dim_is_refused_by_int4_with_a_way_out() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        CODECS["int4"].encode(torch.ones(2, 7), torch.ones(2, 7), Layout((2,), (0,), 7))
+
+
+@given(st.lists(st.integers(0, 130), min_size=1, max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_token_groups_cover_each_token_once_and_never_cross_heads(counts: list[int]) -> None:
+    members, group = token_groups(tuple(counts), torch.device("cpu"))
+    assert len(group) == sum(counts)
+    for token in range(sum(counts)):
+        assert token in members[group[token]].tolist()
+    heads = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    assert all(len(set(heads[row].tolist())) == 1 for row in members)
+
+
+@given(st.integers(1, 40), st.integers(1, 20))
+@settings(max_examples=30, deadline=None)
+def test_four_bit_packing_is_lossless(n: int, half: int) -> None:
+    codes = torch.randint(0, 16, (n, 2 * half), dtype=torch.uint8)
+    assert torch.equal(unpack4(pack4(codes)), codes)
+
+
+def test_channel_groups_divide_the_head_dim() -> None:
+    assert [channel_group(d) for d in (64, 128, 80, 12, 256)] == [64, 64, 40, 12, 64]
+
+
+def test_encoder_and_decoder_agree_on_the_rounded_scale() -> None:
+    x = torch.tensor([[0.1, 0.7, 1234.5]])
+    codes, scale, low = quantize(x, 4, 1)
+    back = codes.float() * scale.float()[:, None] + low.float()[:, None]
+    assert float((back - x).abs().max()) <= float(scale) * 0.51 + 0.5
+
+
+@given(st.integers(1, 3000), st.data())
+@settings(max_examples=120, deadline=None)
+def test_positions_round_trip_in_the_size_they_claim(n_tokens: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.sets(st.integers(0, n_tokens - 1), max_size=60))
+    expected = np.array(sorted(chosen), np.int32)
+    mode, packed = positions.encode(expected, n_tokens)
+    assert len(packed) == positions.size(mode, len(expected), n_tokens)
+    assert positions.decode(mode, packed, len(expected), n_tokens).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("mode", [positions.RUN, positions.BITMAP, positions.GAPS])
+@given(data=st.binary(min_size=8, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_positions_from_any_bytes_are_refused_or_ascending(mode: int, data: bytes) -> None:
+    try:
+        found = positions.decode(mode, data[: positions.size(mode, 4, 64)], 4, 64)
+    except ValueError:
+        return
+    assert len(found) == 4
+    assert all(0 <= a < b < 64 for a, b in zip(found, found[1:], strict=False))

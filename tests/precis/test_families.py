@@ -1,0 +1,81 @@
+"""Unsupported models are refused in plain words; RoPE can be undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from precis.attention.plug import attach
+from precis.errors import UnsupportedModel
+from precis.families import Rotary, weight_digest
+from tests.precis.build import attached, read, tokens
+from tests.tiny import tiny
+
+_SHARED_KV = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
+_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+        "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", _DYNAMIC, "dynamic RoPE"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
+    ("gpt2", {}, "attention"),
+    ("deepseek_v3", _MLA, "latent"),
+    ("gemma3n_text", _SHARED_KV, "share"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_models_without_a_plain_cache_are_refused_with_the_reason(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        attach(tiny(family, **changes))
+
+
+def test_longrope_models_are_served_up_to_their_original_length() -> None:
+    half = 12 // 2
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * half, "long_factor": [4.0] * half, "rope_theta": 1e4,
+            "original_max_position_embeddings": 100, "factor": 4.0}  # fmt: skip
+    changes = {"sliding_window": None, "rope_parameters": rope, "original_max_position_embeddings": 100}
+    model = attached("phi3", max_position_embeddings=400, **changes)
+    assert model.geometry.max_length == 100
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "cohere", "glm4"])
+def test_rope_can_be_undone_and_redone(family: str) -> None:
+    changes = {"head_dim": 16} if family == "glm4" else {}
+    model = attached(family, **changes)
+    full = read(model, tokens(100))
+    rotary = Rotary(model, 512)
+    positions = torch.arange(100, dtype=torch.int32)
+    for layer in range(4):
+        keys = full.keys[layer, 0]
+        before = rotary.undo(layer, keys, positions)
+        assert float((before - keys)[50:].abs().max()) > 0.01  # it does turn
+        torch.testing.assert_close(rotary.redo(layer, before, positions), keys, atol=2e-6, rtol=0)
+
+
+def test_keys_before_rope_are_what_the_projection_gave() -> None:
+    model = attached("llama")
+    grabbed: list[torch.Tensor] = []
+    hook = model.hf.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *args: grabbed.append(args[2][0]))
+    full = read(model, tokens(64), chunk=64)
+    hook.remove()
+    found = Rotary(model, 512).undo(1, full.keys[1, 0], torch.arange(64, dtype=torch.int32))
+    torch.testing.assert_close(found, grabbed[0][:, :12], atol=2e-6, rtol=0)
+
+
+def test_the_weight_digest_sees_one_changed_weight_and_nothing_else() -> None:
+    model = tiny()
+    before = weight_digest(model)
+    assert weight_digest(tiny()) == before
+    model.model.layers[3].mlp.up_proj.weight.data[0, 0] += 1e-4
+    assert weight_digest(model) != before
+
+
+def test_the_attention_function_refuses_to_run_without_a_store() -> None:
+    model = attached()
+    with pytest.raises(RuntimeError, match="kv_store"):
+        model.hf(input_ids=torch.tensor([[1, 2]]), use_cache=False)

@@ -1,0 +1,105 @@
+"""Sampling, fingerprints, protection, presets, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precis import errors
+from precis.fingerprint import digest, of_context
+from precis.protection import check_budget, protected_spans
+from precis.sampling import Sampler
+from precis.wire.presets import Compression, resolve
+
+LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
+
+
+def test_greedy_takes_the_largest_and_reports_its_logprob() -> None:
+    sampled = Sampler(n_top=2).sample(LOGITS)
+    assert sampled.token_id == 1
+    assert sampled.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[1]))
+    assert [token for token, _ in sampled.top] == [1, 2]
+
+
+def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
+    def draws(seed: int) -> list[int]:
+        sampler = Sampler(temperature=1.0, seed=seed)
+        return [sampler.sample(torch.zeros(50)).token_id for _ in range(20)]
+
+    assert draws(1) == draws(1) != draws(2)
+
+
+def test_draws_follow_the_distribution() -> None:
+    sampler = Sampler(temperature=1.0, seed=0)
+    counts = torch.bincount(torch.tensor([sampler.sample(LOGITS).token_id for _ in range(4000)]), minlength=4)
+    torch.testing.assert_close(counts / 4000, LOGITS.softmax(-1), atol=0.03, rtol=0)
+
+
+def test_top_p_never_draws_from_the_tail() -> None:
+    sampler = Sampler(temperature=1.0, top_p=0.6, seed=0)
+    assert {sampler.sample(LOGITS).token_id for _ in range(200)} == {1}
+    assert Sampler(temperature=1.0, top_p=1e-9, seed=0).sample(LOGITS).token_id == 1
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    with pytest.raises(ValueError, match="not numbers"):
+        Sampler().sample(torch.tensor([0.0, float("nan")]))
+
+
+@given(st.dictionaries(st.text("ab", min_size=1, max_size=2), st.text(max_size=3), max_size=3).filter(bool), st.data())
+def test_different_fields_never_share_a_digest(fields: dict[str, str], data: st.DataObject) -> None:
+    other = data.draw(st.dictionaries(st.text("ab", min_size=1, max_size=2), st.text(max_size=3), max_size=3))
+    assert (digest(**fields) == digest(**other)) == (fields == other)
+
+
+def test_a_number_and_its_text_are_different_fields() -> None:
+    assert digest(x=1) != digest(x="1") != digest(x=b"1")
+
+
+def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
+    policy = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
+    assert of_context("m", b"\x01\x00\x00\x00", policy) == "b7d5ac29fea5dd4a7bf00fb9df3e227d1486a17b0a20b6a19ea98f660643ae89"
+
+
+def test_protected_spans_are_clipped_and_counted_once() -> None:
+    how = Compression("snapkv", 0.5, "int4")
+    assert protected_spans(10, how, [(8, 20), (3, 3)]) == [(0, 4), (0, 10), (8, 10)]
+    with pytest.raises(errors.BudgetTooSmall, match="at least 1.00"):
+        check_budget(10, how, [])
+    assert check_budget(200, how, []) == 100
+
+
+def test_a_share_of_sage_is_recent() -> None:
+    assert (150 - 26, 150) in protected_spans(150, Compression("sage", 0.4, "int4"), [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "ratio", "codec", "words"),
+    [
+        ("nope", None, None, "kvzip"),
+        (None, 0.0, None, "above 0"),
+        (None, 1.5, None, "at most 1"),
+        (None, None, "zip", "int4"),
+        ("full", 0.5, None, "keeps everything"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_is_allowed(
+    policy: str | None, ratio: float | None, codec: str | None, words: str
+) -> None:
+    with pytest.raises(errors.InvalidRequest, match=words):
+        resolve(policy, ratio, codec)
+
+
+def test_defaults_are_kvzip_at_a_quarter_in_int4() -> None:
+    assert resolve(None, None, None) == Compression("kvzip", 0.25, "int4")
+    assert resolve("full", None, None).keep_ratio == 1.0
+
+
+def test_every_error_has_its_own_code_and_comes_back_from_it() -> None:
+    leaves = [found for found in errors.all_errors() if not found.__subclasses__()]
+    assert len({found.code for found in leaves}) == len(leaves)
+    for leaf in leaves:
+        assert type(errors.from_code(leaf.code, "x")) is leaf
+    assert type(errors.from_code("unheard_of", "x")) is errors.InternalError

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.words import CHATML, byte_tokenizer
 
 VOCABULARY = 199
 _BASE = {
@@ -36,13 +39,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny(family: str = "llama", **changes: Any) -> Any:
+def tiny(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A transformers model of this family in float32 with eager attention, the same one every time."""
     kind, extra = FAMILIES.get(family, (family, {}))
     config = AutoConfig.for_model(kind, **{**_BASE, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     for parameter in model.parameters():  # larger weights, so that attention is not flat
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.08)
     return model
+
+
+def save_tiny(folder: Path, *, seed: int = 0, **changes: Any) -> None:
+    """A Llama of about 50,000 weights with a byte tokenizer and the ChatML template, as a transformers folder."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=CHATML
+    )
+    tokenizer.save_pretrained(folder)
+    base = {"vocab_size": 300, "max_position_embeddings": 65536, "bos_token_id": 256, "eos_token_id": 257}
+    model = tiny("llama", seed=seed, **{**base, **changes})
+    for parameter in model.parameters():  # large weights, so that answers differ between questions
+        if parameter.dim() > 1:
+            parameter.data.mul_(4)
+    model.generation_config.eos_token_id = 257
+    model.save_pretrained(folder)

@@ -1,0 +1,166 @@
+"""Real processes for tests: a Valkey or Redis server, the API, workers. Everything listens on loopback or a socket file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis
+
+from precis.wire import keys
+from service import embedded
+
+START_S = 90.0
+
+
+def server_binary() -> str:
+    """The embedded Valkey, or what PRECIS_TEST_SERVER names."""
+    return os.environ.get("PRECIS_TEST_SERVER") or str(embedded.binary())
+
+
+@dataclass
+class Server:
+    """One Valkey or Redis server with an append-only file, on a socket in a folder of its own."""
+
+    folder: Path
+    extra: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For clients."""
+        return f"unix://{self.folder}/s"
+
+    def start(self) -> None:
+        """Start, and wait until the data are loaded."""
+        flags = ["--port", "0", "--unixsocket", f"{self.folder}/s", "--dir", str(self.folder), "--save", ""]
+        flags += ["--appendonly", "yes", "--appendfsync", "always", *self.extra]
+        self.process = subprocess.Popen([server_binary(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda: self.client().ping(), START_S)
+
+    def client(self, **options: Any) -> Any:
+        """A plain client."""
+        return redis.Redis.from_url(self.url, socket_timeout=10, **options)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End it by a signal."""
+        if self.process is not None:
+            self.process.send_signal(number)
+            self.process.wait(30)
+            self.process = None
+
+
+@contextlib.contextmanager
+def running_server(*extra: str) -> Iterator[Server]:
+    """A server for a while."""
+    folder = Path(tempfile.mkdtemp(prefix="precis-"))
+    server = Server(folder, extra)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for(condition: Any, seconds: float = 20.0, step: float = 0.02) -> Any:
+    """The condition's first true value; errors count as false until time is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = condition()
+        except (redis.RedisError, httpx.HTTPError, OSError):
+            found = None
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s")
+        time.sleep(step)
+
+
+@dataclass
+class Stack:
+    """API and workers on one server."""
+
+    server: Server
+    model: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    base_url: str = ""
+
+    def _spawn(self, name: str, command: list[str], pass_fds: tuple[int, ...] = (), **extra: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECIS_")}
+        environment |= {"PRECIS_QUEUE_URL": self.server.url, **self.environment, **extra}
+        log = (self.server.folder / f"{name}.log").open("ab")
+        self.processes[name] = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, pass_fds=pass_fds, start_new_session=True
+        )
+        log.close()
+
+    def start_api(self, name: str = "api", **extra: str) -> None:
+        """Start an API process on a free port."""
+        listening = socket.create_server(("127.0.0.1", 0))
+        listening.set_inheritable(True)
+        self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._spawn(name, [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())], (listening.fileno(),), **extra)
+        listening.close()
+        wait_for(lambda: httpx.get(f"{self.base_url}/healthz").status_code == 200, START_S)
+
+    def start_worker(self, name: str = "worker", *, wait: bool = True, **extra: str) -> None:
+        """Start a worker; wait until it has announced itself."""
+        before = self.server.client().hlen(keys.WORKERS)
+        worker = {"PRECIS_MODEL": str(self.model), "PRECIS_METRICS_PORT": "0", "PRECIS_LEASE_S": "2", "PRECIS_THREADS": "1"}
+        self._spawn(name, [sys.executable, "-m", "workers"], **{**worker, **extra})
+        if wait:
+            wait_for(lambda: self.server.client().hlen(keys.WORKERS) > before, START_S)
+            wait_for(lambda: httpx.get(f"{self.base_url}/readyz").status_code == 200, START_S)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """End a process by a signal and wait for it."""
+        process = self.processes.pop(name)
+        process.send_signal(number)
+        process.wait(60)
+
+    def log(self, name: str) -> str:
+        """What a process wrote."""
+        return (self.server.folder / f"{name}.log").read_text()
+
+    def http(self, **options: Any) -> httpx.Client:
+        """A client of the API."""
+        return httpx.Client(base_url=self.base_url, timeout=120, **options)
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait(30)
+        self.processes.clear()
+
+
+@contextlib.contextmanager
+def running_stack(server: Server, model: Path, *, n_workers: int = 1, **environment: str) -> Iterator[Stack]:
+    """API and workers for a while."""
+    stack = Stack(server, model, environment)
+    try:
+        stack.start_api()
+        for index in range(n_workers):
+            stack.start_worker(f"worker{index}" if index else "worker")
+        yield stack
+    except BaseException:
+        for name in stack.processes:
+            sys.stderr.write(f"--- {name}\n{stack.log(name)[-3000:]}\n")
+        raise
+    finally:
+        stack.close()

@@ -266,11 +266,13 @@ def _compile(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
     )
 
-    def raise_exception(message: str) -> Any:
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
+    environment.globals["raise_exception"] = _refuse
     return environment.from_string(template)
+
+
+def _refuse(message: str) -> Any:
+    """What templates call to reject messages."""
+    raise jinja2.TemplateError(message)
 
 
 def _mark(index: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from fastapi.routing import APIRoute
 
 from precis import __version__
 from precis.errors import BodyTooLarge
+from precis.wire import logs
 from service import chat, contexts, metrics, problems, progress, queries, system
 from service.events import Follower
 from service.fleet import Fleet
@@ -102,6 +102,7 @@ class Watch:
                 error = BodyTooLarge(
                     f"the body has {int(length)} bytes, the limit is {self._max_body_bytes}", limit=self._max_body_bytes
                 )
+                await _drain(receive, 4 * self._max_body_bytes)
                 await problems.response_of(error, scope["path"])(scope, receive, noting)
             else:
                 await self._app(scope, receive, noting)
@@ -115,6 +116,16 @@ class Watch:
                 status=status,
                 ms=round((time.monotonic() - began) * 1000, 1),
             )
+
+
+async def _drain(receive: Any, limit: int) -> None:
+    """Read a refused body within reason: a client that is still sending would not see the answer."""
+    n_read = 0
+    while n_read < limit:
+        message = await receive()
+        n_read += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 def _route(scope: dict[str, Any]) -> str:
@@ -144,8 +155,7 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: `--fd N` takes over a listening socket from the parent process; without it one is made.
     """
-    logging.basicConfig(level=logging.WARNING)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    logs.configure()
     settings = load()
     app = create_app(settings)
     config = uvicorn.Config(

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.exceptions import RedisError
 
 from precis import __version__
+from precis.errors import ModelNotFound
 from precis.wire import keys
 from service import metrics
 from service.state import State, StateDep
@@ -28,7 +29,10 @@ async def list_models(state: StateDep) -> dict[str, Any]:
     """Models with a live worker, in OpenAI's shape."""
     data = []
     for name in await state.fleet.models():
-        card = await state.fleet.card(name)
+        try:
+            card = await state.fleet.card(name)
+        except ModelNotFound:  # its worker is about to announce it anew
+            continue
         data.append(
             {
                 "id": name,

@@ -1,4 +1,4 @@
-"""Real processes for tests: a Valkey or Redis server, the API, workers. Everything listens on loopback or a socket file."""
+"""Real processes for tests: a Valkey or Redis server, the API, workers. All listen on loopback or a socket file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import redis
 
-from precis.wire import keys
 from service import embedded
 
 START_S = 90.0
@@ -100,7 +99,7 @@ class Stack:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     base_url: str = ""
 
-    def _spawn(self, name: str, command: list[str], pass_fds: tuple[int, ...] = (), **extra: str) -> None:
+    def _spawn(self, name: str, command: list[str], extra: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECIS_")}
         environment |= {"PRECIS_QUEUE_URL": self.server.url, **self.environment, **extra}
         log = (self.server.folder / f"{name}.log").open("ab")
@@ -114,18 +113,27 @@ class Stack:
         listening = socket.create_server(("127.0.0.1", 0))
         listening.set_inheritable(True)
         self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._spawn(name, [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())], (listening.fileno(),), **extra)
+        command = [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())]
+        self._spawn(name, command, extra, (listening.fileno(),))
         listening.close()
         wait_for(lambda: httpx.get(f"{self.base_url}/healthz").status_code == 200, START_S)
 
     def start_worker(self, name: str = "worker", *, wait: bool = True, **extra: str) -> None:
         """Start a worker; wait until it has announced itself."""
-        before = self.server.client().hlen(keys.WORKERS)
-        worker = {"PRECIS_MODEL": str(self.model), "PRECIS_METRICS_PORT": "0", "PRECIS_LEASE_S": "2", "PRECIS_THREADS": "1"}
-        self._spawn(name, [sys.executable, "-m", "workers"], **{**worker, **extra})
+        worker = {
+            "PRECIS_MODEL": str(self.model),
+            "PRECIS_METRICS_PORT": "0",
+            "PRECIS_LEASE_S": "2",
+            "PRECIS_THREADS": "1",
+        }
+        self._spawn(name, [sys.executable, "-m", "workers"], {**worker, **extra})
         if wait:
-            wait_for(lambda: self.server.client().hlen(keys.WORKERS) > before, START_S)
+            wait_for(lambda: self.processes[name].pid in self.worker_pids(), START_S)
             wait_for(lambda: httpx.get(f"{self.base_url}/readyz").status_code == 200, START_S)
+
+    def worker_pids(self) -> list[int]:
+        """Of the workers that the API sees."""
+        return [worker["pid"] for worker in httpx.get(f"{self.base_url}/v1/workers").json()["data"]]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """End a process by a signal and wait for it."""

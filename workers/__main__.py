@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import socket
 import sys
+import time
 import uuid
 
 import redis
@@ -17,6 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from precis.errors import PrecisError
+from precis.wire import logs
+from precis.wire.messages import WorkerRecord
 from workers import models
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
@@ -55,14 +58,24 @@ def build(settings: Settings, served: models.Served) -> Worker:
         records=records,
         cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes),
         compressor=Compressor(served, client, records, store, seal_key),
-        slots=settings.slots,
-        role=settings.role,
+        described=WorkerRecord(
+            id=worker_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            role=settings.role,
+            model=served.card.name,
+            device=str(served.model.device),
+            load=0,
+            slots=settings.slots,
+            hot=[],
+            started_at=time.time(),
+        ),
     )
 
 
 def main() -> int:
     """Run one worker until SIGTERM or SIGINT."""
-    logging.basicConfig(level=logging.WARNING)
+    logs.configure()
     transformers.logging.disable_progress_bar()
     settings = load()
     log = structlog.get_logger("worker")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import redis
 import structlog
 
@@ -60,17 +59,15 @@ class Worker:
     records: Records
     cache: SnapshotCache
     compressor: Compressor
-    slots: int
-    role: str
+    described: WorkerRecord
     stopping: bool = False
     batch: Batch = field(init=False)
     _waiting: deque[Entry] = field(default_factory=deque)
     _compressing: bool = False
     _reaped_at: float = 0.0
-    _started_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.served, self.client, self.slots, self._done)
+        self.batch = Batch(self.served, self.client, self.described.slots, self._done)
 
     def run(self) -> None:
         """Work until `stopping` is set; then finish the answers in flight and give the rest back."""
@@ -288,17 +285,5 @@ class Worker:
             self._tell_failure(entry, JobLost("workers died on this job: it is not tried again"))
 
     def _tell_heart(self) -> None:
-        self.heart.announce(
-            WorkerRecord(
-                id=self.queue.worker_id,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                role=self.role,
-                model=self.served.card.name,
-                device=str(self.served.model.device),
-                load=len(self.batch),
-                slots=self.slots,
-                hot=self.cache.hot_ids,
-                started_at=self._started_at,
-            )
-        )
+        load, hot = len(self.batch), self.cache.hot_ids
+        self.heart.announce(msgspec.structs.replace(self.described, load=load, hot=hot))

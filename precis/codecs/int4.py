@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from precis.codecs import Layout, Shape
-from precis.quantize import by_channel_groups, channel_group, check_encodable, pack4, quantize, sink_rows, token_groups, unpack4
+from precis.quantize import (
+    by_channel_groups,
+    channel_group,
+    check_encodable,
+    pack4,
+    quantize,
+    sink_rows,
+    token_groups,
+    unpack4,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ def kvzip_scores(model: Any, ids: torch.Tensor) -> np.ndarray:
         press.start_idx = press.end_idx
     for hook in hooks:
         hook.remove()
-    return press.score_val[:, 0].float().numpy()
+    scores: np.ndarray = press.score_val[:, 0].float().numpy()
+    return scores
 
 
 @torch.no_grad()
@@ -97,7 +98,8 @@ def main() -> None:
     }
     found = {name: kept_by(press, model, ids) for name, press in presses.items()}
     path = Path(__file__).with_name("kvpress.npz")
-    np.savez_compressed(path, token_ids=ids[0].numpy(), kvzip=kvzip_scores(model, ids), **found)
+    arrays: dict[str, Any] = {**found, "token_ids": ids[0].numpy(), "kvzip": kvzip_scores(model, ids)}
+    np.savez_compressed(path, **arrays)
 
 
 if __name__ == "__main__":

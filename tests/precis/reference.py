@@ -38,7 +38,9 @@ class MaskedModel:
             self.hf.set_attn_implementation(before)
 
 
-def masked_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def masked_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Dense attention with an explicit mask; nothing shared with the product's code."""
     _, n_heads, n, _ = query.shape
     group = n_heads // key.shape[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,14 +34,11 @@ def test_segments_merge_to_one_softmax(
     if window is not None:
         visible &= columns[None] > row_positions[:, None] - window
     logits = logits.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        weights = torch.cat([logits, sinks[:, None]], 1).softmax(-1)[:, :-1]
-    else:
-        weights = logits.softmax(-1)
+    extra = torch.full((5, 1), float("-inf")) if sinks is None else sinks[:, None]
+    weights = torch.cat([logits, extra], 1).softmax(-1)[:, :-1]
     edges = [0, *sorted(cuts), 30]
     segments = [
-        Segment(keys[a:b], values[a:b], columns[a:b].int(), rows=(0, 5), causal=True)
-        for a, b in zip(edges, edges[1:], strict=False)
+        Segment(keys[a:b], values[a:b], columns[a:b].int(), rows=(0, 5), causal=True) for a, b in pairwise(edges)
     ]
     found = attend(queries, row_positions, segments, scaling=0.3, softcap=softcap, window=window, sinks=sinks)
     torch.testing.assert_close(found, weights @ values, atol=1e-5, rtol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,9 @@ def test_raw16_of_large_float32_numbers_does_not_overflow() -> None:
 def test_sinks_of_int4_are_kept_at_eight_bits() -> None:
     keys = torch.randn(100, 64) * 0.1
     keys[:4] *= 300  # sink keys are outliers
-    found, _ = CODECS["int4"].decode(CODECS["int4"].encode(keys, keys, Layout((100,), (4,), 64)), Layout((100,), (4,), 64))
+    found, _ = CODECS["int4"].decode(
+        CODECS["int4"].encode(keys, keys, Layout((100,), (4,), 64)), Layout((100,), (4,), 64)
+    )
     assert float((found[4:] - keys[4:]).abs().max()) < 0.05
     assert float((found[:4] - keys[:4]).abs().max()) < 1.0
 
@@ -127,4 +131,4 @@ def test_positions_from_any_bytes_are_refused_or_ascending(mode: int, data: byte
     except ValueError:
         return
     assert len(found) == 4
-    assert all(0 <= a < b < 64 for a, b in zip(found, found[1:], strict=False))
+    assert all(0 <= a < b < 64 for a, b in pairwise(found))

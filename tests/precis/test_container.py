@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from precis.container import CODECS, Manifest, Packed, check_manifest, head_bytes, open_manifest, pack, unpack
 from precis.core import Snapshot
 from precis.errors import SnapshotCorrupt, SnapshotError, SnapshotStale
-from precis.families import Model, Rotary
+from precis.families import Model, Rotary, weight_digest
 from precis.pipeline import answer, compress, load
 from precis.sampling import Sampler
 from precis.wire.presets import resolve
@@ -57,7 +58,9 @@ def test_a_reloaded_snapshot_gives_the_same_greedy_answer_as_the_one_in_memory(
     assert found[0] == found[1]
 
 
-def test_positions_and_offsets_survive_exactly(snapshot: Snapshot, packed: Packed, model: Model, rotary: Rotary) -> None:
+def test_positions_and_offsets_survive_exactly(
+    snapshot: Snapshot, packed: Packed, model: Model, rotary: Rotary
+) -> None:
     again = load(model, rotary, packed, "f", KEY)
     assert torch.equal(again.positions, snapshot.positions)
     assert torch.equal(again.offsets, snapshot.offsets)
@@ -121,8 +124,6 @@ def test_another_fingerprint_or_format_version_is_stale(packed: Packed, model: M
         load(model, rotary, packed, "g", KEY)
     newer = msgspec.structs.replace(open_manifest(packed.manifest, KEY), version=2)
     body = msgspec.json.encode(newer)
-    import hmac
-
     with pytest.raises(SnapshotStale, match="version 2"):
         open_manifest(hmac.digest(KEY, body, "sha256") + body, KEY)
 
@@ -142,7 +143,9 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: next(iter(c)))
-def test_a_well_sealed_manifest_with_wrong_claims_is_refused(claim: dict[str, object], packed: Packed, model: Model) -> None:
+def test_a_well_sealed_manifest_with_wrong_claims_is_refused(
+    claim: dict[str, object], packed: Packed, model: Model
+) -> None:
     manifest = open_manifest(packed.manifest, KEY)
     wrong = msgspec.structs.replace(manifest, **claim)
     with pytest.raises(SnapshotCorrupt, match="fit"):
@@ -175,8 +178,6 @@ def test_the_fingerprint_depends_on_weights_tokens_and_policy(model: Model, rota
 
     perturbed = attached()
     next(iter(perturbed.hf.model.layers[2].self_attn.parameters())).data[0, 0] += 1e-3
-    from precis.families import weight_digest
-
     other = replace(perturbed, digest=weight_digest(perturbed.hf))
     base = made(model, 1, 0.5)
     assert made(model, 1, 0.5) == base

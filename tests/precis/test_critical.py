@@ -79,6 +79,8 @@ def test_sinks_with_small_values_survive_since_they_are_protected() -> None:
     norms[..., :4] = 0
     protected = torch.arange(N) < 4
     scores = torch.arange(N, dtype=torch.float32)[None, None]
-    keep = TwoStage().select(Prefill(geometry, empty, empty, output_norms=norms), scores, torch.tensor([[5]]), protected)
+    keep = TwoStage().select(
+        Prefill(geometry, empty, empty, output_norms=norms), scores, torch.tensor([[5]]), protected
+    )
     assert keep[0, 0, :4].all()
     assert int(keep.sum()) == 5

@@ -35,7 +35,11 @@ def test_kept_ratio_one_and_raw16_give_the_greedy_tokens_of_plain_transformers(f
     token_ids = tokens(N_CONTEXT + 5)
     plain = tiny(family)
     expected = plain.generate(
-        token_ids[None], max_new_tokens=12, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, N_CONTEXT + 5)
+        token_ids[None],
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        attention_mask=torch.ones(1, N_CONTEXT + 5),
     )
     model = attached(family)
     made = compress(model, Rotary(model, 512), document(token_ids[:N_CONTEXT]), resolve("full", None, "raw16"))

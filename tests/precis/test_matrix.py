@@ -65,7 +65,9 @@ def test_a_full_snapshot_in_raw16_is_almost_exact(model: Model) -> None:
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 40, 70])
 @pytest.mark.parametrize("policy", PRESETS)
-def test_contexts_shorter_than_any_window_keep_everything_when_asked_to(model: Model, policy: str, n_tokens: int) -> None:
+def test_contexts_shorter_than_any_window_keep_everything_when_asked_to(
+    model: Model, policy: str, n_tokens: int
+) -> None:
     document = Document(tokens(n_tokens), (0, n_tokens), (), (11, 12), ((14, 15), (16,)))
     made = compress(model, Rotary(model, 512), document, Compression(policy, 1.0, "int4"))
     assert made.snapshot.positions.shape[0] == 8 * n_tokens

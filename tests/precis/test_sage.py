@@ -26,9 +26,10 @@ def test_snapshot_keeps_sinks_recent_and_the_best_logits_of_the_last_token() -> 
     n_recent = budget // 2 - n_sink
     for layer in range(4):
         for head in range(2):
-            logits = sum(full.queries[layer, 2 * head + g, 0] @ full.keys[layer, head].T for g in range(2))
+            pair = full.queries[layer, 2 * head : 2 * head + 2, 0]
+            logits = (pair @ full.keys[layer, head].T).sum(0)
             middle = range(n_sink, N_CONTEXT - n_recent)
-            best = sorted(middle, key=lambda i: -float(logits[i]))[: budget - n_sink - n_recent]  # noqa: B023
+            best = sorted(middle, key=lambda i: -float(logits[i]))[: budget - n_sink - n_recent]
             expected = sorted([*range(n_sink), *best, *range(N_CONTEXT - n_recent, N_CONTEXT)])
             start, stop = made.snapshot.bounds(layer, head)
             assert made.snapshot.positions[start:stop].tolist() == expected

@@ -59,14 +59,17 @@ def test_a_number_and_its_text_are_different_fields() -> None:
 
 
 def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
-    policy = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
-    assert of_context("m", b"\x01\x00\x00\x00", policy) == "b7d5ac29fea5dd4a7bf00fb9df3e227d1486a17b0a20b6a19ea98f660643ae89"
+    policy: dict[str, str | int | float] = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
+    assert (
+        of_context("m", b"\x01\x00\x00\x00", policy)
+        == "b7d5ac29fea5dd4a7bf00fb9df3e227d1486a17b0a20b6a19ea98f660643ae89"
+    )
 
 
 def test_protected_spans_are_clipped_and_counted_once() -> None:
     how = Compression("snapkv", 0.5, "int4")
     assert protected_spans(10, how, [(8, 20), (3, 3)]) == [(0, 4), (0, 10), (8, 10)]
-    with pytest.raises(errors.BudgetTooSmall, match="at least 1.00"):
+    with pytest.raises(errors.BudgetTooSmall, match=r"at least 1\.00"):
         check_budget(10, how, [])
     assert check_budget(200, how, []) == 100
 

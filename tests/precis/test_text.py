@@ -12,7 +12,16 @@ from precis.wire.messages import Message
 from tests.words import TEMPLATES, byte_tokenizer, card
 
 BOS = 256
-TEXTS = ["plain", "ends with space ", "digits 123", "日本語テキスト", "emoji 👩‍👩‍👧‍👦", "\r\n\r\n", "tab\tand\u00a0space", "<|im_end|><s>"]
+TEXTS = [
+    "plain",
+    "ends with space ",
+    "digits 123",
+    "日本語テキスト",
+    "emoji 👩‍👩‍👧‍👦",
+    "\r\n\r\n",
+    "tab\tand\u00a0space",
+    "<|im_end|><s>",
+]
 
 
 def seam(template: str, *, adds_bos: bool = False) -> Prompter:
@@ -22,7 +31,9 @@ def seam(template: str, *, adds_bos: bool = False) -> Prompter:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_context_and_query_tokens_make_one_prompt_with_one_bos_at_most(template: str, adds_bos: bool, text: str) -> None:
+def test_context_and_query_tokens_make_one_prompt_with_one_bos_at_most(
+    template: str, adds_bos: bool, text: str
+) -> None:
     prompter = seam(template, adds_bos=adds_bos)
     part = prompter.context_part([Message("user", text)])
     query = prompter.query_part(part.roles, [Message("user", "Why?")])
@@ -57,7 +68,9 @@ def test_no_text_can_shift_the_seam_or_end_its_turn(template: str, text: str, qu
     plain = prompter.context_part([Message("user", "x")])
     n_special = sum(token >= BOS for token in part.token_ids)
     assert n_special == sum(token >= BOS for token in plain.token_ids)
-    assert sum(t >= BOS for t in query) == sum(t >= BOS for t in prompter.query_part(part.roles, [Message("user", "x")]))
+    assert sum(t >= BOS for t in query) == sum(
+        t >= BOS for t in prompter.query_part(part.roles, [Message("user", "x")])
+    )
 
 
 def test_instructions_are_protected_and_merged_where_there_is_no_system_role() -> None:

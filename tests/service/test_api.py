@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
 EASY = {"policy": "snapkv", "keep_ratio": 0.5}
 
 
-def upload(stack: Stack, text: str = DOCUMENT, wait: int = 60, **fields: Any) -> dict[str, Any]:
+def upload(stack: Stack, text: str | None = DOCUMENT, wait: int = 60, **fields: Any) -> dict[str, Any]:
     body = {"text": text, "compression": EASY, **fields}
     response = stack.http().post(f"/v1/contexts?wait={wait}", json=body)
     assert response.status_code in (200, 202), response.text
@@ -76,8 +77,6 @@ def test_the_same_upload_is_the_same_context_and_another_policy_another(stack: S
 
 
 def test_identical_uploads_at_the_same_time_are_one_context(stack: Stack) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(12) as pool:
         made = list(pool.map(lambda _: upload(stack, DOCUMENT + "together"), range(12)))
     assert len({found["id"] for found in made}) == 1
@@ -132,8 +131,6 @@ def test_twenty_questions_get_the_answers_of_a_fresh_load(stack: Stack, context:
 
 
 def test_concurrent_questions_get_the_answers_of_serial_ones(stack: Stack) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     contexts = [upload(stack, f"{DOCUMENT} nonce {i}") for i in range(4)]
     jobs = [(contexts[i % 4], f"Question {i}?") for i in range(24)]
     serial = [ask(stack, c, question=q, max_tokens=12).json()["text"] for c, q in jobs]
@@ -229,7 +226,12 @@ def test_patch_changes_name_metadata_pin_and_expiry(stack: Stack) -> None:
     made = upload(stack, DOCUMENT + "patch", ttl_s=100)
     url = f"/v1/contexts/{made['id']}"
     pinned = stack.http().patch(url, json={"pinned": True, "name": "n", "metadata": {"k": "v"}}).json()
-    assert (pinned["pinned"], pinned["expire_time"], pinned["name"], pinned["metadata"]) == (True, None, "n", {"k": "v"})
+    assert (pinned["pinned"], pinned["expire_time"], pinned["name"], pinned["metadata"]) == (
+        True,
+        None,
+        "n",
+        {"k": "v"},
+    )
     assert stack.server.client().pttl(f"snapshot:{{{made['id']}}}") == -1
     again = stack.http().patch(url, json={"ttl_s": 50}).json()
     assert again["pinned"] is False

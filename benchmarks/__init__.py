@@ -1,0 +1,1 @@
+"""Measurements, each against the plain alternative in one run. See README.md here."""

@@ -136,7 +136,8 @@ class Overlay:
                 softcap=g.softcap[layer],
                 sinks=sinks,
             )
-            torch.maximum(best, weights[..., n_first : n_first + stop - start].amax((1, 2)), out=best)
+            highest = weights[..., n_first : n_first + stop - start].flatten(1, 2).amax(1)
+            torch.maximum(best, highest, out=best)
 
 
 @torch.inference_mode()

@@ -82,7 +82,7 @@ def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends 
         query: [H, r, D].
         key: [K, m, D].
         rows: [r, 1] positions of the query tokens.
-        columns: [1, m] positions of the keys.
+        columns: [1, m] positions of the keys, ascending.
         scaling: factor on q·k.
         softcap: tanh soft-capping, or None.
         window: tokens a query sees counting itself, or None for all.
@@ -92,14 +92,15 @@ def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends 
         [K, G, r, m] float32; rows sum to 1 (less with sinks).
     """
     n_kv_heads, _, head_dim = key.shape
-    grouped = query.reshape(n_kv_heads, -1, query.shape[1], head_dim)
-    logits = (grouped @ key[:, None].to(query.dtype).transpose(-1, -2)).float() * scaling
+    grouped = (query * scaling).reshape(n_kv_heads, -1, query.shape[1], head_dim)
+    logits = (grouped @ key[:, None].to(query.dtype).transpose(-1, -2)).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = columns > rows
     if window is not None:
-        hidden = hidden | (columns <= rows - window)
-    logits = logits.masked_fill(hidden, float("-inf"))
+        logits.masked_fill_((columns > rows) | (columns <= rows - window), float("-inf"))
+    else:  # columns ascend: those up to the first row's position need no mask
+        n_open = int((columns <= rows.min()).sum())
+        logits[..., n_open:].masked_fill_(columns[:, n_open:] > rows, float("-inf"))
     if sinks is None:
         return torch.softmax(logits, -1)
     extra = sinks.float().reshape(n_kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)

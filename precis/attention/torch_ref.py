@@ -1,5 +1,7 @@
-"""The reference backend: attention of packed query rows over ragged segments, merged by log-sum-exp, in plain torch.
+"""The reference backend: attention of packed query rows over ragged segments, in plain torch.
 
+Segments are merged exactly, by log-sum-exp with one shared maximum per row: a row's result is that of one softmax over
+all entries it sees, wherever they lie.
 Every faster backend has this one function's signature and is tested against it.
 """
 
@@ -10,6 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+_NOTHING = -1e30  # below every logit: the maximum of a row that sees nothing, and finite
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +63,50 @@ def attend(
     Returns:
         [R, D] in the dtype of `queries`; a row that sees nothing gets zeros.
     """
-    n_rows, head_dim = queries.shape
-    out = torch.zeros(n_rows, head_dim, dtype=torch.float32, device=queries.device)
-    lse = torch.full((n_rows,), float("-inf"), device=queries.device)
-    if sinks is not None:
-        lse = sinks.float().clone()
-    for segment in segments:
-        start, stop = segment.rows
-        if segment.keys.shape[0] == 0 or start == stop:
-            continue
-        part, part_lse = _softmax_part(
-            queries[start:stop], row_positions[start:stop], segment, scaling, softcap, window
-        )
-        total = torch.logaddexp(lse[start:stop], part_lse)
-        safe = total.masked_fill(total == float("-inf"), 0.0)
-        kept = torch.exp(lse[start:stop] - safe)[:, None]
-        added = torch.exp(part_lse - safe)[:, None]
-        out[start:stop] = out[start:stop] * kept + part * added
-        lse[start:stop] = total
+    out = torch.zeros(queries.shape, dtype=torch.float32, device=queries.device)
+    for parts in _disjoint(segments):
+        start, stop = min(part.rows[0] for part in parts), max(part.rows[1] for part in parts)
+        logits = [_logits(queries, row_positions, part, scaling, softcap, window) for part in parts]
+        top = torch.full((stop - start,), _NOTHING, device=queries.device)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[start:stop].float())
+        for part, seen in zip(parts, logits, strict=True):
+            rows = slice(part.rows[0] - start, part.rows[1] - start)
+            top[rows] = torch.maximum(top[rows], seen.amax(-1))
+        total = torch.zeros_like(top) if sinks is None else torch.exp(sinks[start:stop].float() - top)
+        for part, seen in zip(parts, logits, strict=True):
+            rows = slice(part.rows[0] - start, part.rows[1] - start)
+            weights = seen.sub_(top[rows, None]).exp_()
+            total[rows] += weights.sum(-1)
+            out[part.rows[0] : part.rows[1]] += weights.to(queries.dtype) @ part.values.to(queries.dtype)
+        out[start:stop] /= total.clamp_min_(_TINY)[:, None]
     return out.to(queries.dtype)
 
 
-def _softmax_part(
+def _disjoint(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments in groups that share no row, so that the logits of one kv head are held at a time."""
+    groups: list[list[Segment]] = []
+    reach = -1
+    for part in sorted(segments, key=lambda segment: segment.rows):
+        if part.keys.shape[0] == 0 or part.rows[0] == part.rows[1]:
+            continue
+        if part.rows[0] >= reach:
+            groups.append([])
+        groups[-1].append(part)
+        reach = max(reach, part.rows[1])
+    return groups
+
+
+def _logits(
     queries: Tensor, row_positions: Tensor, segment: Segment, scaling: float, softcap: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Output [r, D] and log-sum-exp [r] of one segment alone."""
-    logits = (queries @ segment.keys.to(queries.dtype).T).float() * scaling
+) -> Tensor:
+    """[rows, n] float32, minus infinity where a row does not see an entry."""
+    start, stop = segment.rows
+    logits = (queries[start:stop] @ segment.keys.to(queries.dtype).T).float().mul_(scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = _hidden(row_positions, segment, window)
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(logits, -1)
-    weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0)[:, None])
-    return (weights.to(queries.dtype) @ segment.values.to(queries.dtype)).float(), lse
+    hidden = _hidden(row_positions[start:stop], segment, window)
+    return logits if hidden is None else logits.masked_fill_(hidden, float("-inf"))
 
 
 def _hidden(row_positions: Tensor, segment: Segment, window: int | None) -> Tensor | None:

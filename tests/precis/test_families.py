@@ -16,8 +16,9 @@ from tests.tiny import tiny
 _LAYERS = ["sliding_attention", "full_attention"] * 2
 _SHARED_KV = {"num_kv_shared_layers": 2, "layer_types": _LAYERS, "head_dim": 16}
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+_MLA_HEADS = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8}
+_MLA_EXPERTS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_MLA = {**_MLA_HEADS, **_MLA_EXPERTS, "moe_intermediate_size": 16}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", _DYNAMIC, "dynamic RoPE"),
     ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),

@@ -1,9 +1,9 @@
 """What a question costs: plain transformers that reads the document again, and a snapshot reloaded from its bytes.
 
-    python -m benchmarks.latency DOCUMENT [--model FOLDER] [--repeats 5] [--policy kvzip] [--keep-ratio 0.25] [--codec int4]
+    python -m benchmarks.latency DOCUMENT [--model FOLDER] [--repeats 5] [--policy P] [--keep-ratio R] [--codec C]
 
-Both sides answer the same question in the same process, in turns, so that a busy machine slows both. Reported are medians
-and, of each pair, the ratio. The last column is memory: bytes of the full cache in 16 bits against bytes stored.
+Both sides answer the same question in the same process, in turns, so that a busy machine slows both. Reported are
+medians and, of each pair, the ratio; and bytes of the full cache in 16 bits against bytes stored.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main() -> None:
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)
     served = serve("benchmark", arguments.model, device, dtype)
-    hf = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    hf = (
+        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    )
     part = served.prompter.context_part([Message("user", arguments.document.read_text())])
     query = served.prompter.query_part(part.roles, [Message("user", QUESTION)])
     how = resolve(arguments.policy, arguments.keep_ratio, arguments.codec)

@@ -119,9 +119,9 @@ class Supervisor:
             self._add("valkey", self._start_valkey)
         if options.model == DEFAULT_MODEL:
             self._unpack(environment)
+        self._add("worker", lambda: self._spawn("worker", [sys.executable, "-m", "workers"], environment))
         api = [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())]
         self._add("api", lambda: self._spawn("api", api, environment, (listening.fileno(),)))
-        self._add("worker", lambda: self._spawn("worker", [sys.executable, "-m", "workers"], environment))
 
     def _add(self, name: str, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._children.append(Child(name, start, start(), deque([time.monotonic()])))

@@ -12,10 +12,10 @@ import structlog
 import torch
 
 from precis.core import Snapshot
+from precis.detokenize import Detokenizer, StopText
 from precis.engine import Feed, Session, step
 from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
 from precis.sampling import Sampled, Sampler
-from precis.text import Detokenizer, StopText
 from precis.views.sage import SageView
 from precis.wire import keys
 from precis.wire.messages import (

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 _NOTHING = -1e30  # below every logit: the maximum of a row that sees nothing, and finite
 _TINY = 1e-30
 

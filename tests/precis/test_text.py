@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precis.detokenize import Detokenizer, StopText
 from precis.errors import InvalidRequest
-from precis.text import Detokenizer, Prompter, StopText
+from precis.text import Prompter
 from precis.wire.messages import Message
 from tests.words import TEMPLATES, byte_tokenizer, card
 

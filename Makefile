@@ -22,6 +22,8 @@ setup-test: $(VENV)/.installed-test  ## the same with what tests and linters nee
 
 # torch first and with its requirements: its wheel for Linux may want CUDA libraries that no lock for all machines can name.
 $(VENV)/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint requirements.lock "$$(grep ^torch== requirements.lock)"
 	$(PIP) install --no-deps --requirement requirements.lock

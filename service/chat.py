@@ -59,7 +59,7 @@ async def complete(wanted: ChatIn, request: Request, state: StateDep) -> Respons
     headers = {"x-cache": asked.cache}
     if wanted.stream:
         with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        return sse.respond(_frames(asked, head, request.url.path, with_usage), headers)
+        return sse.Stream(_frames(asked, head, request.url.path, with_usage), asked.close, headers)
     found = await collect(request, asked)
     if found.done is None:
         raise InvalidRequest("the answer ended early")
@@ -103,8 +103,6 @@ async def _frames(asked: Asked, head: dict[str, Any], path: str, with_usage: boo
     except PrecisError as error:
         metrics.ERRORS.labels(error.code).inc()
         yield sse.frame(json.dumps(body_of(error, path)))
-    finally:
-        await asked.close()
     yield sse.frame("[DONE]")
 
 

@@ -69,8 +69,11 @@ def command(data_dir: Path, memory_bytes: int) -> list[str]:
 
 
 def memory_limit() -> int:
-    """A quarter of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    """A quarter of the machine's memory; 4 GiB where the system does not say how much it has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    except (ValueError, OSError):
+        return 4 << 30
 
 
 def url(data_dir: Path) -> str:

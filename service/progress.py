@@ -14,7 +14,7 @@ from precis.wire import keys
 from precis.wire.codec import decode_event
 from precis.wire.messages import ContextRecord, Event, FailedEvent, ProgressEvent, ReadyEvent
 from service import sse
-from service.events import events_of
+from service.events import Subscription, events_of
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])
@@ -29,11 +29,17 @@ async def context_events(
     if not all(part.isdigit() for part in after.split("-")) or after.count("-") > 1:
         raise InvalidRequest("Last-Event-ID must be an id that this stream sent")
     record = await state.records.get(context_id)
-    return sse.respond(_context_frames(state, record, after))
-
-
-async def _context_frames(state: State, record: ContextRecord, after: str) -> AsyncIterator[bytes]:
     subscription = await state.follower.follow(record.id, after)
+
+    async def close() -> None:
+        state.follower.unfollow(subscription)
+
+    return sse.Stream(_context_frames(state, record, subscription, after), close)
+
+
+async def _context_frames(
+    state: State, record: ContextRecord, subscription: Subscription, after: str
+) -> AsyncIterator[bytes]:
     try:
         current = await state.records.find(record.id) or record
         if after == "0-0":
@@ -47,8 +53,6 @@ async def _context_frames(state: State, record: ContextRecord, after: str) -> As
                 yield sse.frame(json.dumps(data), name, entry_id)
     except JobLost as error:
         yield sse.frame(json.dumps({"code": error.code, "detail": error.detail}), "failed")
-    finally:
-        state.follower.unfollow(subscription)
 
 
 async def _past(state: State, record: ContextRecord, after: str) -> AsyncIterator[bytes]:

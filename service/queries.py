@@ -63,7 +63,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
     asked = await begin(state, request, record, job)
     headers = {"x-cache": asked.cache}
     if wanted.stream:
-        return sse.respond(_frames(asked), headers)
+        return sse.Stream(_frames(asked), asked.close, headers)
     found = await collect(request, asked)
     if found.done is None:
         raise InvalidRequest("the answer ended early")
@@ -127,8 +127,6 @@ async def _frames(asked: Asked) -> AsyncIterator[bytes]:
     except PrecisError as error:
         metrics.ERRORS.labels(error.code).inc()
         yield sse.frame(json.dumps(problem_of(error)), "error")
-    finally:
-        await asked.close()
 
 
 def _end(done: DoneEvent) -> dict[str, Any]:

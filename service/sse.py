@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from fastapi.sse import EventSourceResponse, format_sse_event
 
@@ -17,17 +18,35 @@ def frame(data: str, event: str | None = None, event_id: str | None = None) -> b
     return format_sse_event(data_str=data, event=event, id=event_id)
 
 
-def respond(frames: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> EventSourceResponse:
-    """A streaming response; errors before the first frame must have been raised already."""
-    return EventSourceResponse(kept_alive(frames), headers=headers)
+class Stream(EventSourceResponse):
+    """A streaming response that cleans up however it ends, also when the client goes before the first frame.
+
+    Errors before the first frame must have been raised already.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        close: Callable[[], Awaitable[None]],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(_kept_alive(frames), headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(self._close())
 
 
-async def kept_alive(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _kept_alive(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The frames, with a comment whenever none came for a while. Ends the source when the client goes."""
     pending: asyncio.Task[bytes] | None = None
     try:
         while True:
-            pending = pending or asyncio.ensure_future(anext(frames))
+            pending = pending or asyncio.ensure_future(_next(frames))
             done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
             if not done:
                 yield _COMMENT
@@ -42,4 +61,7 @@ async def kept_alive(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             pending.cancel()
             with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
                 await pending
-        await frames.aclose()  # type: ignore[attr-defined]
+
+
+async def _next(frames: AsyncIterator[bytes]) -> bytes:
+    return await anext(frames)

@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from precis import __version__
 from precis.errors import BodyTooLarge
@@ -61,7 +62,6 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        max_body_size=settings.max_body_bytes,
         generate_unique_id_function=_operation_id,
     )
     problems.install(app)
@@ -105,7 +105,7 @@ class Watch:
                 await _drain(receive, 4 * self._max_body_bytes)
                 await problems.response_of(error, scope["path"])(scope, receive, noting)
             else:
-                await self._app(scope, receive, noting)
+                await self._app(scope, self._bounded(receive), noting)
         finally:
             metrics.REQUESTS.labels(scope["method"], _route(scope), status).inc()
             log = structlog.get_logger("http")
@@ -116,6 +116,20 @@ class Watch:
                 status=status,
                 ms=round((time.monotonic() - began) * 1000, 1),
             )
+
+    def _bounded(self, receive: Any) -> Any:
+        """A body that does not say its length is cut off at the limit."""
+        n_read = 0
+
+        async def receive_bounded() -> MutableMapping[str, Any]:
+            nonlocal n_read
+            message: MutableMapping[str, Any] = await receive()
+            n_read += len(message.get("body", b""))
+            if n_read > self._max_body_bytes:
+                raise HTTPException(413)  # FastAPI lets no other exception out of its body parsing
+            return message
+
+        return receive_bounded
 
 
 async def _drain(receive: Any, limit: int) -> None:

@@ -188,7 +188,11 @@ class Queue:
             source, target = keys.worker_jobs(worker_id), keys.answer_jobs(model.decode())
             self._move_all(keys=[source, target, keys.worker(worker_id), keys.WORKERS], args=[worker_id])
         for stream in self._cursors:
-            consumers: Any = self._redis.xinfo_consumers(stream, keys.GROUP)
+            try:
+                consumers: Any = self._redis.xinfo_consumers(stream, keys.GROUP)
+            except redis.ResponseError:  # the server has just lost the group
+                self.create_groups()
+                continue
             for consumer in consumers:
                 name = consumer["name"].decode()
                 if consumer["pending"] == 0 and name != self.worker_id and raw_missing(registered, name):

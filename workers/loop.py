@@ -84,6 +84,10 @@ class Worker:
                 log.warning("store_unreachable", error=str(error))
                 broken = True
                 time.sleep(0.5)
+            except redis.ResponseError as error:  # e.g. the server lost its data between two commands
+                log.warning("store_refused", error=str(error))
+                self.queue.create_groups()
+                time.sleep(0.5)
         log.info("draining", answers=len(self.batch))
         deadline = time.monotonic() + 30
         while len(self.batch) and time.monotonic() < deadline:

@@ -92,8 +92,8 @@ def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends 
         [K, G, r, m] float32; rows sum to 1 (less with sinks).
     """
     n_kv_heads, _, head_dim = key.shape
-    grouped = (query * scaling).reshape(n_kv_heads, -1, query.shape[1], head_dim)
-    logits = (grouped @ key[:, None].to(query.dtype).transpose(-1, -2)).float()
+    grouped = (query.float() * scaling).reshape(n_kv_heads, -1, query.shape[1], head_dim)
+    logits = grouped @ key[:, None].float().transpose(-1, -2)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if window is not None:

@@ -1,7 +1,7 @@
 """The reference backend: attention of packed query rows over ragged segments, in plain torch.
 
 Segments are merged exactly, by log-sum-exp with one shared maximum per row: a row's result is that of one softmax over
-all entries it sees, wherever they lie.
+all entries it sees, wherever they lie. Computed in float32, whatever the model's dtype.
 Every faster backend has this one function's signature and is tested against it.
 """
 
@@ -77,7 +77,7 @@ def attend(
             rows = slice(part.rows[0] - start, part.rows[1] - start)
             weights = seen.sub_(top[rows, None]).exp_()
             total[rows] += weights.sum(-1)
-            out[part.rows[0] : part.rows[1]] += weights.to(queries.dtype) @ part.values.to(queries.dtype)
+            out[part.rows[0] : part.rows[1]] += weights @ part.values.float()
         out[start:stop] /= total.clamp_min_(_TINY)[:, None]
     return out.to(queries.dtype)
 
@@ -101,7 +101,7 @@ def _logits(
 ) -> Tensor:
     """[rows, n] float32, minus infinity where a row does not see an entry."""
     start, stop = segment.rows
-    logits = (queries[start:stop] @ segment.keys.to(queries.dtype).T).float().mul_(scaling)
+    logits = (queries[start:stop].float() * scaling) @ segment.keys.float().T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     hidden = _hidden(row_positions[start:stop], segment, window)

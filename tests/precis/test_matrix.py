@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from precis.attention.plug import attach
 from precis.container import CODECS
 from precis.families import Model, Rotary
 from precis.pipeline import compress
@@ -12,7 +13,8 @@ from precis.policies import POLICIES
 from precis.prefill import Document
 from precis.protection import check_budget
 from precis.wire.presets import CODEC_NAMES, PRESETS, Compression, resolve
-from tests.precis.build import N_CONTEXT, attached, tokens
+from tests.precis.build import N_CONTEXT, attached, read, tokens
+from tests.tiny import tiny
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,19 @@ def test_a_full_snapshot_in_raw16_is_almost_exact(model: Model) -> None:
     assert made.fidelity.kl < 1e-6
     assert made.fidelity.top1_agreement == 1.0
     assert made.raw_bytes == N_CONTEXT * 4 * 2 * 12 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_keep_their_own_numbers(dtype: torch.dtype) -> None:
+    model = attach(tiny().to(dtype))
+    document = Document(tokens(N_CONTEXT), (0, N_CONTEXT), (), (11, 12), ((14, 15), (16,)))
+    made = compress(model, Rotary(model, 512), document, resolve("full", None, "raw16"))
+    full = read(model, tokens(N_CONTEXT), chunk=512)
+    assert made.snapshot.keys.dtype == dtype
+    assert torch.equal(made.snapshot.keys.reshape(full.keys.shape), full.keys)
+    assert made.fidelity.kl < 1e-3
+    evicted = compress(model, Rotary(model, 512), document, resolve("kvzip", 0.5, "int4"))
+    assert bool(torch.isfinite(evicted.snapshot.keys).all())
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 40, 70])

@@ -21,8 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from precis.families import Model
-from precis.pipeline import Compressed, answer, compress, load
-from precis.prefill import Document
+from precis.pipeline import Compressed, answer, compress, document_of, load
 from precis.sampling import Sampler
 from precis.text import ContextPart
 from precis.wire.messages import Message
@@ -59,14 +58,6 @@ def reloaded(served: Served, made: Compressed, query: list[int]) -> tuple[float,
     return loaded - began, first - began, (time.perf_counter() - first) / N_DECODED
 
 
-def document_of(served: Served, part: ContextPart) -> Document:
-    """As a worker builds it."""
-    first, (opening, closing) = served.prompter.repeat_parts(part.roles)
-    return Document(
-        torch.tensor(part.token_ids), part.body, tuple(part.protected), tuple(first), (tuple(opening), tuple(closing))
-    )
-
-
 def median_of(runs: list[Any], pick: Callable[[Any], float]) -> float:
     """Median over runs."""
     return statistics.median(pick(run) for run in runs)
@@ -93,7 +84,7 @@ def main() -> None:
     query = served.prompter.query_part(part.roles, [Message("user", QUESTION)])
     how = resolve(arguments.policy, arguments.keep_ratio, arguments.codec)
     began = time.perf_counter()
-    made = compress(served.model, served.rotary, document_of(served, part), how)
+    made = compress(served.model, served.rotary, document_of(served.prompter, part), how)
     compress_s = time.perf_counter() - began
     plain(hf, part.token_ids[:64], query)
     reloaded(served, made, query)

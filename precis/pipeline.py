@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from precis.container import CODECS, Packed, check_manifest, open_manifest, pack, unpack
 from precis.core import Snapshot, SnapshotHeader
@@ -18,6 +19,7 @@ from precis.prefill import Between, Document, prefill, silent
 from precis.protection import check_budget, protected_spans
 from precis.sampling import Sampled, Sampler
 from precis.selection import choose, gather, protected_mask
+from precis.text import ContextPart, Prompter
 from precis.views import View
 from precis.wire.presets import PRESETS, Compression
 
@@ -69,6 +71,23 @@ def compress(
     snapshot = load(model, rotary, packed, kept.header.fingerprint, key)
     fidelity = measure(model, document, full, snapshot)
     return Compressed(packed, snapshot, model.geometry.raw_bytes(document.n_tokens), fidelity)
+
+
+def document_of(prompter: Prompter, part: ContextPart) -> Document:
+    """A context's tokens with what the library must know of them.
+
+    Args:
+        prompter: of the model; says how a repetition is asked for.
+        part: rendered and tokenized.
+    """
+    first, (opening, closing) = prompter.repeat_parts(part.roles)
+    return Document(
+        token_ids=torch.tensor(part.token_ids, dtype=torch.int64),
+        body=part.body,
+        protected=tuple(part.protected),
+        repeat_first=tuple(first),
+        repeat_next=(tuple(opening), tuple(closing)),
+    )
 
 
 def header_of(model: Model, document: Document, how: Compression) -> SnapshotHeader:

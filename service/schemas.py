@@ -20,15 +20,23 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class TextPart(BaseModel):
+    """A piece of a message's content, as OpenAI has it; other kinds than text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
 class MessageIn(BaseModel):
     """One chat message; further fields of other clients are ignored."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
 
     def plain(self) -> Message:
         """For the library."""
-        return Message(self.role, self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message("system" if self.role == "developer" else self.role, text)
 
 
 class CompressionIn(Strict):

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from precis.wire.presets import DEFAULT_POLICY
-from precis.wire.settings import PREFIX, unknown_names
+from precis.wire.settings import PREFIX, refuse_unknown
 
 
 class Settings(BaseSettings):
@@ -37,7 +37,5 @@ def load() -> Settings:
     Raises:
         SystemExit: naming a PRECIS_* variable that does not exist.
     """
-    unknown = unknown_names(os.environ)
-    if unknown:
-        raise SystemExit(f"unknown settings: {', '.join(unknown)}; see the README's list")
+    refuse_unknown(os.environ)
     return Settings()

@@ -14,8 +14,9 @@ import torch
 from precis.container import CODECS, head_bytes
 from precis.core import Snapshot
 from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
-from precis.pipeline import Compressed, compress
-from precis.prefill import Between, Document
+from precis.pipeline import Compressed, compress, document_of
+from precis.prefill import Between
+from precis.text import ContextPart
 from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
 from workers import metrics
 from workers.events import emit
@@ -111,11 +112,12 @@ class Compressor:
         if record.tokenizer_digest != served.card.tokenizer_digest:
             raise SnapshotStale("the context was made with another tokenizer or chat template: upload it again")
         token_ids = np.frombuffer(self.records.raw_tokens(record.id), "<i4").tolist()
+        part = ContextPart(token_ids, record.body, tuple(record.roles))
         try:
             return compress(
                 served.model,
                 served.rotary,
-                document_of(served, record, token_ids),
+                document_of(served.prompter, part),
                 record.compression,
                 self.seal_key,
                 between,
@@ -157,17 +159,3 @@ class Compressor:
         metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
         metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)
         emit(self.client, record.id, ReadyEvent())
-
-
-def document_of(served: Served, record: ContextRecord, token_ids: list[int]) -> Document:
-    """A record's tokens with what the library must know of them."""
-    first, (opening, closing) = served.prompter.repeat_parts(tuple(record.roles))
-    start, stop = record.body
-    around = tuple(span for span in ((0, start), (stop, len(token_ids))) if span[0] < span[1])
-    return Document(
-        token_ids=torch.tensor(token_ids),
-        body=(start, stop),
-        protected=around,
-        repeat_first=tuple(first),
-        repeat_next=(tuple(opening), tuple(closing)),
-    )

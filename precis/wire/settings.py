@@ -42,6 +42,17 @@ WORKER_NAMES = frozenset(
 CLIENT_NAMES = frozenset({"url"})
 
 
+def refuse_unknown(environment: Iterable[str]) -> None:
+    """Stop the start of a process whose environment has a name that no process knows.
+
+    Raises:
+        SystemExit: naming it.
+    """
+    unknown = unknown_names(environment)
+    if unknown:
+        raise SystemExit(f"unknown settings: {', '.join(unknown)}; see the README's list")
+
+
 def unknown_names(environment: Iterable[str]) -> list[str]:
     """PRECIS_* names that no process knows."""
     known = {PREFIX + name.upper() for name in SERVICE_NAMES | WORKER_NAMES | CLIENT_NAMES}

@@ -295,6 +295,9 @@ def test_the_openai_sdk_works_streaming_too(stack: Stack, context: dict[str, Any
     assert whole.usage is not None
     assert whole.usage.prompt_tokens_details is not None
     assert whole.usage.prompt_tokens_details.cached_tokens == context["usage"]["total_tokens"]
+    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]
+    in_parts = sdk.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": parts}]})
+    assert in_parts.choices[0].message.content == whole.choices[0].message.content
     chunks = list(sdk.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content

@@ -56,6 +56,7 @@ async def create_context(
     wanted = await _read(request)
     record, token_ids = await prepare(state, wanted)
     await state.fleet.need_worker(record.model, job="compress")
+    await state.records.check_room(record.compression.estimated_bytes(record.raw_bytes))
     record, new = await state.records.create(record, token_ids)
     if wait is not None and record.status not in ("ready", "failed"):
         record = await _wait(state, record, wait)

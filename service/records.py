@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from precis.errors import ContextNotFound, QueueFull
+from precis.errors import ContextNotFound, QueueFull, StoreFull
 from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob, ContextRecord
@@ -18,6 +18,7 @@ from service.store import Stores
 
 _TOMBSTONE_S = 86400
 _SWEEP_S = 1.0
+_FILL = 0.9  # share of the store's memory that snapshots may take
 _CREATE = """
 local found = redis.call('GET', KEYS[1])
 if found then return found end
@@ -104,6 +105,22 @@ class Records:
                 return found, False
             await self._queue.delete(where[0])  # it points to nothing that can be asked
         raise ContextNotFound("the same context is being deleted: upload it again")
+
+    async def check_room(self, n_bytes: int) -> None:
+        """Refuse an upload whose snapshot the store could not hold.
+
+        Raises:
+            StoreFull: naming what is needed and what there is.
+        """
+        memory = await self._store.info("memory")
+        limit = _FILL * memory.get("maxmemory", 0)
+        evicts = memory.get("maxmemory_policy", "noeviction") != "noeviction"
+        free = limit if evicts else limit - memory.get("used_memory", 0)
+        if limit and n_bytes > free:
+            raise StoreFull(
+                f"the snapshot needs about {n_bytes / 1e6:.1f} MB, the store has {max(0, free) / 1e6:.1f} MB for it: "
+                "delete contexts, compress more, or give the store more memory"
+            )
 
     async def find(self, context_id: str) -> ContextRecord | None:
         """A record, or None."""

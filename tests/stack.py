@@ -158,13 +158,12 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(server: Server, model: Path, *, n_workers: int = 1, **environment: str) -> Iterator[Stack]:
+def running_stack(server: Server, model: Path, **environment: str) -> Iterator[Stack]:
     """API and workers for a while."""
     stack = Stack(server, model, environment)
     try:
         stack.start_api()
-        for index in range(n_workers):
-            stack.start_worker(f"worker{index}" if index else "worker")
+        stack.start_worker()
         yield stack
     except BaseException:
         for name in stack.processes:

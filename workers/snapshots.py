@@ -18,6 +18,7 @@ from precis.wire import keys
 
 _PART_BYTES = 512 << 20
 _STAGING_S = 600
+_FULL = "the snapshot store is full: delete contexts, or give it more memory"
 
 
 class SnapshotStore:
@@ -43,9 +44,11 @@ class SnapshotStore:
         parts = split_layers([len(blob) for blob in packed.blobs], self._part_bytes)
         staged = [keys.staging(context_id, token, part) for part in range(len(parts))]
         try:
-            for key, layers in zip(staged, parts, strict=True):
-                self._write(key, packed, layers)
+            n_fields = [self._write(key, packed, layers) for key, layers in zip(staged, parts, strict=True)]
             self._redis.hset(staged[0], mapping={"m": packed.manifest, "parts": len(parts)})
+            n_fields[0] += 1
+            if [self._redis.hlen(key) for key in staged] != n_fields:  # a full store evicts what is being written, too
+                raise StoreFull(_FULL)
             with self._redis.pipeline(transaction=True) as pipe:
                 for part, key in reversed(list(enumerate(staged))):
                     target = keys.snapshot(context_id, part)
@@ -56,17 +59,21 @@ class SnapshotStore:
                         pipe.persist(target)
                 pipe.execute()
         except redis.OutOfMemoryError as error:
-            raise StoreFull("the snapshot store is full: delete contexts, or give it more memory") from error
+            raise StoreFull(_FULL) from error
         finally:
             self._redis.unlink(*staged)
 
-    def _write(self, key: str, packed: Packed, layers: range) -> None:
+    def _write(self, key: str, packed: Packed, layers: range) -> int:
+        """Write whole layers; the number of fields."""
+        n_fields = 1
         for layer in layers:
             for piece, start in enumerate(range(0, len(packed.blobs[layer]), self._chunk_bytes)):
                 self._redis.hset(key, f"{layer}.{piece}", packed.blobs[layer][start : start + self._chunk_bytes])
+                n_fields += 1
             self._redis.expire(key, _STAGING_S)
         self._redis.hset(key, "m", b"")
         self._redis.expire(key, _STAGING_S)
+        return n_fields
 
     def manifest(self, context_id: str) -> bytes:
         """The sealed manifest.

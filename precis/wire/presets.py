@@ -9,7 +9,8 @@ import msgspec
 
 from precis.errors import InvalidRequest
 
-CODEC_NAMES = ("raw16", "int8", "int4")
+CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
+CODEC_NAMES = tuple(CODEC_BITS)
 DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip", 0.25, "int4"
 
 
@@ -48,6 +49,10 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = DEFAULT_POLICY
     keep_ratio: float = DEFAULT_KEEP_RATIO
     codec: str = DEFAULT_CODEC
+
+    def estimated_bytes(self, raw_bytes: int) -> int:
+        """About what a cache of `raw_bytes` in 16 bits will take in the store."""
+        return int(raw_bytes * self.keep_ratio * CODEC_BITS[self.codec] / 16)
 
     def parameters(self) -> dict[str, str | int | float]:
         """As stored in the snapshot's header and hashed into the fingerprint."""

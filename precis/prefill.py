@@ -16,6 +16,7 @@ from precis.scorers import Needs
 Between = Callable[[str, int, int], None]  # stage, done, total: called between chunks; may raise to stop the work
 CHUNK = 512
 REPEAT_CHUNK = 2048  # as in kvpress; the paper says about 2,000
+_REPEAT_FORWARD = 256  # tokens of a repetition per forward
 _REPEAT_ROWS = 128
 _REPEAT_SINKS = 4
 _REPEAT_OVERLAP = 8
@@ -88,22 +89,29 @@ class DenseCache:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Overlay:
-    """A read-only full cache with a few new tokens on top, for probes. Nothing is kept of the new tokens.
+    """A read-only full cache with a tail of new tokens on top, for probes. The tail goes with this object.
 
     Attributes:
+        chunk: span of the context whose attention is recorded.
         scores: if given, [L, K, T] float32, raised to the attention that the new tokens pay to `chunk`, where the
             softmax is over the first tokens, the chunk and the new tokens themselves.
+        tail: per layer, keys and values [K, n, D] of the new tokens so far.
     """
 
     prefill: Prefill
     chunk: tuple[int, int] = (0, 0)
     scores: Tensor | None = None
+    tail: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend over cache and new tokens; record if asked to."""
+        """Append k and v to the tail, record if asked to, attend over cache and tail."""
         g = self.prefill.geometry
+        if layer in self.tail:
+            key = torch.cat([self.tail[layer][0], key], 1)
+            value = torch.cat([self.tail[layer][1], value], 1)
+        self.tail[layer] = (key, value)
         if self.scores is not None and g.evicts(layer, self.prefill.n_tokens):
             self._record(layer, query, key, sinks)
         return causal_attention(
@@ -116,21 +124,21 @@ class Overlay:
             sinks=sinks,
         )
 
-    def _record(self, layer: int, query: Tensor, key: Tensor, sinks: Tensor | None) -> None:
+    def _record(self, layer: int, query: Tensor, tail: Tensor, sinks: Tensor | None) -> None:
         g, n_tokens = self.prefill.geometry, self.prefill.n_tokens
         start, stop = self.chunk
         n_first = min(_REPEAT_SINKS, start)
-        every = torch.arange(n_tokens + key.shape[1], device=key.device)
+        every = torch.arange(n_tokens + tail.shape[1], device=tail.device)
         columns = torch.cat([every[:n_first], every[start:stop], every[n_tokens:]])[None]
-        keys = torch.cat([self.prefill.keys[layer][:, columns[0, : n_first + stop - start]], key], 1)
+        keys = torch.cat([self.prefill.keys[layer][:, columns[0, : n_first + stop - start]], tail], 1)
         best = self.scores[layer, :, start:stop]  # type: ignore[index]
+        rows = every[-query.shape[1] :, None]
         for row in range(0, query.shape[1], _REPEAT_ROWS):
-            rows = query[:, row : row + _REPEAT_ROWS]
-            n_keys = keys.shape[1] - max(0, query.shape[1] - row - rows.shape[1])  # later new tokens are hidden anyway
+            n_keys = keys.shape[1] - max(0, query.shape[1] - row - _REPEAT_ROWS)  # later new tokens are hidden anyway
             weights = attention_weights(
-                rows,
+                query[:, row : row + _REPEAT_ROWS],
                 keys[:, :n_keys],
-                every[n_tokens + row : n_tokens + row + rows.shape[1], None],
+                rows[row : row + _REPEAT_ROWS],
                 columns[:, :n_keys],
                 scaling=g.scaling[layer],
                 softcap=g.softcap[layer],
@@ -211,7 +219,6 @@ def repeat_context(
     overhead = max(len(document.repeat_first), sum(map(len, document.repeat_next)) + _REPEAT_OVERLAP)
     size = max(64, min(chunk, g.max_length - full.n_tokens - overhead))
     for at in range(start, stop, size):
-        between("score", at - start, stop - start)
         part = document.token_ids[at : min(stop, at + size)]
         if at == start:
             asked = torch.tensor(document.repeat_first, dtype=torch.int64)
@@ -219,6 +226,9 @@ def repeat_context(
             opening, closing = (torch.tensor(part, dtype=torch.int64) for part in document.repeat_next)
             asked = torch.cat([opening, document.token_ids[max(start, at - _REPEAT_OVERLAP) : at], closing])
         overlay = Overlay(full, (at, at + part.shape[0]), scores)
-        forward_tokens(model, torch.cat([asked, part]), full.n_tokens, overlay)
+        said = torch.cat([asked, part])
+        for offset in range(0, said.shape[0], _REPEAT_FORWARD):  # in small steps, so that other work can go on
+            between("score", at - start + min(offset, part.shape[0]), stop - start)
+            forward_tokens(model, said[offset : offset + _REPEAT_FORWARD], full.n_tokens + offset, overlay)
     between("score", stop - start, stop - start)
     return scores

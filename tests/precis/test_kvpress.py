@@ -70,3 +70,20 @@ def test_kvzip_scores_equal_kvpress_over_several_chunks() -> None:
     full = prefill(model, document, Needs())
     found = repeat_context(model, document, full, chunk=CHUNK)
     torch.testing.assert_close(found, torch.from_numpy(GOLDEN["kvzip"]), atol=2e-5, rtol=1e-4)
+
+
+def test_repeating_in_small_steps_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attached()
+    token_ids = torch.from_numpy(GOLDEN["token_ids"])
+    document = Document(token_ids, (0, N_TOKENS), (), REPEAT_FIRST + SUFFIX, (REPEAT_NEXT, SUFFIX))
+    full = prefill(model, document, Needs())
+    before = full.keys.clone()
+    whole = repeat_context(model, document, full, chunk=CHUNK)
+    monkeypatch.setattr("precis.prefill._REPEAT_FORWARD", 13)
+    monkeypatch.setattr("precis.prefill._REPEAT_ROWS", 5)
+    told: list[int] = []
+    steps = repeat_context(model, document, full, lambda _, done, __: told.append(done), chunk=CHUNK)
+    torch.testing.assert_close(steps, whole, atol=1e-6, rtol=1e-5)
+    assert torch.equal(full.keys, before)
+    assert told == sorted(told)
+    assert told[-1] == N_TOKENS

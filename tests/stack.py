@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import redis
 
+import workers.__main__
 from service import embedded
 
 START_S = 90.0
@@ -89,6 +91,45 @@ def wait_for(condition: Any, seconds: float = 20.0, step: float = 0.02) -> Any:
         time.sleep(step)
 
 
+def _run_worker(environment: dict[str, str], log: str) -> None:
+    """In a forked child: be a worker."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.exit(workers.__main__.main())
+
+
+class Forked:
+    """A real worker process, forked from a server that has imported torch and transformers once."""
+
+    _context = multiprocessing.get_context("forkserver")
+    _context.set_forkserver_preload(["workers.__main__", "tests.stack"])
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._process = self._context.Process(target=_run_worker, args=(environment, str(log)))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def send_signal(self, number: int) -> None:
+        """As subprocess.Popen."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As subprocess.Popen."""
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        """As subprocess.Popen."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise AssertionError(f"worker {self.pid} did not end within {timeout} s")
+        return self._process.exitcode
+
+
 @dataclass
 class Stack:
     """API and workers on one server."""
@@ -96,17 +137,12 @@ class Stack:
     server: Server
     model: Path
     environment: dict[str, str] = field(default_factory=dict)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes] | Forked] = field(default_factory=dict)
     base_url: str = ""
 
-    def _spawn(self, name: str, command: list[str], extra: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECIS_")}
-        environment |= {"PRECIS_QUEUE_URL": self.server.url, **self.environment, **extra}
-        log = (self.server.folder / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, pass_fds=pass_fds, start_new_session=True
-        )
-        log.close()
+    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECIS_")}
+        return {**clean, "PRECIS_QUEUE_URL": self.server.url, **self.environment, **extra}
 
     def start_api(self, name: str = "api", **extra: str) -> None:
         """Start an API process on a free port."""
@@ -114,7 +150,15 @@ class Stack:
         listening.set_inheritable(True)
         self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         command = [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())]
-        self._spawn(name, command, extra, (listening.fileno(),))
+        with (self.server.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                env=self._environment(extra),
+                stdout=log,
+                stderr=log,
+                pass_fds=(listening.fileno(),),
+                start_new_session=True,
+            )
         listening.close()
         wait_for(lambda: httpx.get(f"{self.base_url}/healthz").status_code == 200, START_S)
 
@@ -126,7 +170,8 @@ class Stack:
             "PRECIS_LEASE_S": "2",
             "PRECIS_THREADS": "1",
         }
-        self._spawn(name, [sys.executable, "-m", "workers"], {**worker, **extra})
+        environment = self._environment({**worker, **extra})
+        self.processes[name] = Forked(environment, self.server.folder / f"{name}.log")
         if wait:
             wait_for(lambda: self.processes[name].pid in self.worker_pids(), START_S)
             wait_for(lambda: httpx.get(f"{self.base_url}/readyz").status_code == 200, START_S)

@@ -18,7 +18,7 @@ from precis.wire import keys
 from tests.stack import Server, Stack, running_server, running_stack, wait_for
 from tests.tiny import save_tiny
 
-LONG = "The quick brown fox jumps over the lazy dog. " * 300  # 13,500 tokens: seconds of work
+LONG = "The quick brown fox jumps over the lazy dog. " * 200  # 9,000 tokens: seconds of work
 SHORT = "The quick brown fox jumps over the lazy dog. " * 12
 
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -192,7 +193,8 @@ class Supervisor:
 
     def _announce(self, seconds: float) -> None:
         self._say(f"ready at {self._base_url} after {seconds:.1f} s, data in {self._options.data_dir}, Ctrl-C stops")
-        self._say('try: precis put FILE, then precis ask ID "question"')
+        command = "precis" if shutil.which("precis") else os.path.relpath(sys.argv[0])
+        self._say(f'try: {command} put FILE, then {command} ask ID "question"')
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.write(json.dumps({"url": self._base_url, "pid": os.getpid()}))

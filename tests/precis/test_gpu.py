@@ -1,0 +1,47 @@
+"""The library on a GPU equals the library on the CPU. Run with `make test-gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from precis.attention.plug import attach
+from precis.engine import Feed, Session, step
+from precis.families import Rotary
+from precis.pipeline import answer, compress, load
+from precis.sampling import Sampler
+from precis.views.sage import SageView
+from precis.wire.presets import CODEC_NAMES, PRESETS, Compression
+from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
+from tests.tiny import FAMILIES, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_on_the_gpu_equal_those_on_the_cpu(family: str) -> None:
+    token_ids = tokens(N_CONTEXT + 8)
+    query = token_ids[N_CONTEXT:].tolist()
+    on_cpu = attached(family)
+    expected = step(on_cpu, [Feed(Session.on(cut(read(on_cpu, token_ids[:N_CONTEXT]))), query, all_logits=True)])[0]
+    on_gpu = attach(tiny(family).cuda())
+    snapshot = compress(on_gpu, Rotary(on_gpu, 512), document(token_ids[:N_CONTEXT]), Compression("full", 1.0, "raw16"))
+    found = step(on_gpu, [Feed(Session.on(snapshot.snapshot), query, all_logits=True)])[0]
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=0)  # raw16 of a float32 model rounds
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("policy", PRESETS)
+def test_every_policy_keeps_the_same_entries_and_reloads(policy: str, codec: str) -> None:
+    how = Compression(policy, 0.6 if PRESETS[policy].evicts else 1.0, codec)
+    cpu, gpu = attached(), attach(tiny().cuda())
+    on_cpu = compress(cpu, Rotary(cpu, 512), document(tokens(N_CONTEXT)), how)
+    on_gpu = compress(gpu, Rotary(gpu, 512), document(tokens(N_CONTEXT)), how)
+    assert torch.equal(on_gpu.snapshot.positions.cpu(), on_cpu.snapshot.positions)
+    again = load(gpu, Rotary(gpu, 512), on_gpu.packed, on_gpu.snapshot.header.fingerprint)
+    assert torch.equal(again.keys, on_gpu.snapshot.keys)
+    found = [s.token_id for s in answer(gpu, again, [5, 6, 7], Sampler(), 8, SageView(budget=40))]
+    assert len(found) == 8

@@ -43,11 +43,11 @@ def test_a_store_that_is_too_small_refuses_the_upload_or_fails_the_context_clear
             assert refused.json()["code"] == "store_full"
             assert "give the store more memory" in refused.json()["detail"]
             assert upload(stack, TEXT).json()["status"] == "ready"
-            store.client().config_set("maxmemory", store.client().info("memory")["used_memory"] + 20_000)
-            store.client().config_set("maxmemory-policy", "volatile-lru")  # the estimate passes, the write does not
             for key in store.client().keys("*"):
                 store.client().persist(key)
-            failed = upload(stack, TEXT + "more").json()
+            store.client().config_set("maxmemory-policy", "volatile-lru")  # the estimate passes, the write does not
+            store.client().config_set("maxmemory", store.client().info("memory")["used_memory"])
+            failed = upload(stack, TEXT * 3, policy="full", keep_ratio=None, codec="raw16").json()
             assert failed["status"] == "failed"
             assert failed["error"]["code"] == "store_full"
             assert store.client().keys("staging*") == []

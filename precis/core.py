@@ -6,7 +6,8 @@ T context tokens   W observed window tokens   N kept entries, summed over layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +38,12 @@ class Geometry:
         """G."""
         return self.n_heads // self.n_kv_heads
 
+    def grouped(self, per_query_head: Tensor) -> Tensor:
+        """[L, H, ...] -> [L, K, G, ...]."""
+        return per_query_head.reshape(
+            per_query_head.shape[0], self.n_kv_heads, self.group_size, *per_query_head.shape[2:]
+        )
+
     def first_visible(self, layer: int, n_tokens: int) -> int:
         """The first position that a query at position `n_tokens` can still see in this layer."""
         window = self.windows[layer]
@@ -57,22 +64,18 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The full cache of one context, and what was observed while it was made.
+    """The full cache of one context, and what was observed of it.
 
     Attributes:
         keys: [L, K, T, D] after RoPE, in the model's dtype.
         values: [L, K, T, D].
-        queries: [L, H, W, D] of the last W tokens, or None if no scorer asked.
-        output_norms: [L, K, T] float32, mean over the group of ||v W_o||_1, or None.
-        repeat_attention: [L, K, T] float32, the largest attention that a repetition of the context paid, or None.
+        observed: per observation (`precis.observations`), a tensor with L first.
     """
 
     geometry: Geometry
     keys: Tensor
     values: Tensor
-    queries: Tensor | None = None
-    output_norms: Tensor | None = None
-    repeat_attention: Tensor | None = None
+    observed: Mapping[Hashable, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         g = self.geometry
@@ -84,6 +87,31 @@ class Prefill:
     def n_tokens(self) -> int:
         """T."""
         return int(self.keys.shape[2])
+
+    def seen(self, observation: Hashable) -> Tensor:
+        """An observation.
+
+        Raises:
+            ValueError: if it was not made.
+        """
+        if observation not in self.observed:
+            raise ValueError(f"{observation} was not observed during prefill")
+        return self.observed[observation]
+
+    def of_layers(self, layers: list[int]) -> Prefill:
+        """The same context, as if the model had only these layers."""
+        if len(layers) == self.geometry.n_layers:
+            return self
+        g = self.geometry
+        geometry = replace(
+            g,
+            n_layers=len(layers),
+            windows=tuple(g.windows[layer] for layer in layers),
+            scaling=tuple(g.scaling[layer] for layer in layers),
+            softcap=tuple(g.softcap[layer] for layer in layers),
+        )
+        observed = {name: seen[layers] for name, seen in self.observed.items()}
+        return Prefill(geometry, self.keys[layers], self.values[layers], observed)
 
 
 @dataclass(frozen=True, slots=True)

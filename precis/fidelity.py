@@ -16,7 +16,7 @@ from torch import Tensor
 from precis.core import Prefill, Snapshot
 from precis.engine import Feed, Session, step
 from precis.families import Model
-from precis.prefill import Document, Overlay
+from precis.full_cache import Document, Overlay
 
 _PROBE = 64
 

@@ -14,11 +14,12 @@ from precis.engine import Feed, Session, step
 from precis.families import Model, Rotary
 from precis.fidelity import Fidelity, measure
 from precis.fingerprint import of_context
+from precis.full_cache import Between, Document, silent
 from precis.policies import POLICIES
-from precis.prefill import Between, Document, prefill, silent
+from precis.prefill import prefill
 from precis.protection import check_budget, protected_spans
 from precis.sampling import Sampled, Sampler
-from precis.selection import choose, gather, protected_mask
+from precis.selection import choose, gather, protected_mask, score
 from precis.text import ContextPart, Prompter
 from precis.views import View
 from precis.wire.presets import PRESETS, Compression
@@ -62,8 +63,8 @@ def compress(
     spans = protected_spans(document.n_tokens, how, document.protected)
     protected = protected_mask(document.n_tokens, spans, model.device)
 
-    full = prefill(model, document, policy.needs, between)
-    scores = policy.scorer.score(full)
+    full = prefill(model, rotary, document, policy.needs, between)
+    scores = score(full, policy)
     selection = choose(full, scores, policy, protected, per_head)
     kept = gather(full, selection, header_of(model, document, how))
     between("encode", 0, 1)

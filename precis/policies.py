@@ -30,6 +30,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         has, wants = self.scorer.comparable, self.allocator.needs_comparable
+        if self.selector.wants_attention and self.scorer.kind != "attention":
+            raise ValueError(
+                f"{type(self.selector).__name__} weights attention with value norms, but the scores of "
+                f"{type(self.scorer).__name__} are no plain attention (or are weighted already)"
+            )
         if _WIDTH[has] < _WIDTH[wants]:
             raise ValueError(
                 f"{type(self.allocator).__name__} compares scores across a {wants}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
+from precis.core import Geometry, Prefill, Selection, Snapshot, SnapshotHeader
 from precis.policies import Policy
 
 
@@ -22,24 +22,31 @@ def choose(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, 
 
     Args:
         prefill: the full cache and observations.
-        scores: [L, K, T] float32.
+        scores: [layers that evict, K, T] float32, from `score`.
         policy: its allocator and selector are used.
         protected: [T] bool.
         per_head: mean entries per kv head of the layers that evict.
     """
     g, n_tokens = prefill.geometry, prefill.n_tokens
-    keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    evicting = [layer for layer in range(g.n_layers) if g.evicts(layer, n_tokens)]
-    for layer in set(range(g.n_layers)) - set(evicting):
-        keep[layer, :, g.first_visible(layer, n_tokens) :] = True
+    keep = torch.ones(g.n_layers, g.n_kv_heads, n_tokens, dtype=torch.bool, device=prefill.keys.device)
+    for layer in range(g.n_layers):
+        keep[layer, :, : g.first_visible(layer, n_tokens)] = False
+    evicting = evicting_layers(g, n_tokens)
     if evicting:
-        norms = prefill.output_norms
-        part = Prefill(
-            prefill.geometry, prefill.keys, prefill.values, output_norms=None if norms is None else norms[evicting]
-        )
-        budgets = policy.allocator.allocate(scores[evicting], protected, per_head)
-        keep[evicting] = policy.selector.select(part, scores[evicting], budgets, protected)
+        budgets = policy.allocator.allocate(scores, protected, per_head)
+        keep[evicting] = policy.selector.select(prefill.of_layers(evicting), scores, budgets, protected)
     return Selection.from_mask(keep)
+
+
+def evicting_layers(geometry: Geometry, n_tokens: int) -> list[int]:
+    """Layers that are compressed; the others have a sliding window that is full, and keep it."""
+    return [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, n_tokens)]
+
+
+def score(prefill: Prefill, policy: Policy) -> Tensor:
+    """Scores [layers that evict, K, T] float32."""
+    part = prefill.of_layers(evicting_layers(prefill.geometry, prefill.n_tokens))
+    return policy.scorer.score(part)
 
 
 def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader) -> Snapshot:

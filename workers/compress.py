@@ -14,8 +14,8 @@ import torch
 from precis.container import CODECS, head_bytes
 from precis.core import Snapshot
 from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
+from precis.full_cache import Between
 from precis.pipeline import Compressed, compress, document_of
-from precis.prefill import Between
 from precis.text import ContextPart
 from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
 from workers import metrics

@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from precis.attention.plug import attach
-from precis.core import Prefill
 from precis.errors import InternalError, UnsupportedModel
 from precis.families import Model, Rotary
 from precis.fidelity import full_logits
 from precis.fingerprint import digest
-from precis.prefill import Document, prefill
-from precis.scorers import Needs
+from precis.full_cache import Document
+from precis.prefill import prefill
 from precis.text import Prompter
 from precis.wire.messages import ModelCard
 
@@ -113,7 +112,7 @@ def check_against(model: Model, probe: torch.Tensor, expected: torch.Tensor) -> 
         InternalError: if they differ by more than the dtype explains.
     """
     half = probe.shape[0] // 2
-    full: Prefill = prefill(model, Document(probe[:half], (0, half)), Needs(), chunk=half // 2)
+    full = prefill(model, Rotary(model, half), Document(probe[:half], (0, half)), chunk=half // 2)
     found = full_logits(model, full, probe[half:].tolist())
     limit = (1e-3 if model.dtype == torch.float32 else 0.1) * float(expected.abs().max())
     error = float((found - expected[half:]).abs().max())

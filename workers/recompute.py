@@ -6,7 +6,7 @@ import structlog
 
 from precis.core import Snapshot
 from precis.errors import SnapshotError
-from precis.prefill import Between
+from precis.full_cache import Between
 from precis.wire.messages import ContextRecord
 from workers import metrics
 from workers.cache import SnapshotCache

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _ROWS = 128  # query rows per block on the path that forms logits: bounds memory to G * 128 x keys
+_LOGITS = 1 << 21  # logits per block of the recording path: 8 MiB
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Maxima:
+    """What to record of the attention that new tokens pay to a span of the cache.
+
+    Attributes:
+        chunk: start and stop of the span.
+        n_first: first entries that count in the softmax besides the span and the new tokens; all others do not.
+        n_context: entries of the cache; later ones are new tokens.
+        best: [H, stop - start] float32, raised in place to the largest attention of any row.
+        row_weights: [n] float32, factor on each row's attention, or None.
+    """
+
+    chunk: tuple[int, int]
+    n_first: int
+    n_context: int
+    best: Tensor
+    row_weights: Tensor | None = None
 
 
 def causal_attention(
@@ -63,6 +86,58 @@ def causal_attention(
         )
         out[:, start:stop] = (weights.to(value.dtype) @ value[:, None]).reshape(query[:, start:stop].shape)
     return out
+
+
+def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depends on
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maxima: Maxima,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `causal_attention`, and raise `maxima.best` to the attention paid, from the same logits.
+
+    Returns:
+        [H, n, D] in the dtype of `query`.
+    """
+    n, m = query.shape[1], key.shape[1]
+    positions = torch.arange(m, device=query.device)
+    out = torch.empty_like(query)
+    size = max(16, _LOGITS // (query.shape[0] * m))
+    for start in range(0, n, size):
+        stop = min(n, start + size)
+        seen = m - n + stop  # later new tokens are hidden from all rows of the block
+        weights = attention_weights(
+            query[:, start:stop],
+            key[:, :seen],
+            positions[m - n + start : seen, None],
+            positions[None, :seen],
+            scaling=scaling,
+            softcap=softcap,
+            window=window,
+            sinks=sinks,
+        )
+        paid = weights.to(value.dtype) @ value[:, None, :seen]
+        out[:, start:stop] = paid.reshape(query[:, start:stop].shape)
+        _raise(maxima, weights, None if maxima.row_weights is None else maxima.row_weights[start:stop])
+    return out
+
+
+def _raise(maxima: Maxima, weights: Tensor, row_weights: Tensor | None) -> None:
+    """weights [K, G, r, m] of a softmax over everything; changed in place."""
+    (start, stop), n_first = maxima.chunk, min(maxima.n_first, maxima.chunk[0])
+    inside = weights[..., start:stop]
+    if (start, stop) != (0, maxima.n_context):  # the softmax over fewer entries is the same one, divided by their sum
+        total = inside.sum(-1, keepdim=True) + weights[..., maxima.n_context :].sum(-1, keepdim=True)
+        total += weights[..., :n_first].sum(-1, keepdim=True)
+        inside.div_(total.clamp_min_(_TINY))
+    if row_weights is not None:
+        inside.mul_(row_weights[:, None])
+    torch.maximum(maxima.best, inside.amax(2).flatten(0, 1), out=maxima.best)
 
 
 def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends on

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from precis.core import Prefill
-from precis.scorers import Comparable, Needs
+from precis.observations.window import WindowQueries
+from precis.scorers import Comparable, Kind, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,17 @@ class Sage:
     """Score a token by the last query's logit for it, summed over the query group."""
 
     comparable: Comparable = "head"
+    kind: Kind = "other"
 
     @property
     def needs(self) -> Needs:
-        return Needs(n_window=1)
+        return frozenset({WindowQueries(1)})
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank every context token for every kv head.
 
         Args:
-            prefill: queries [L, H, W, D], of which the last token's are read.
+            prefill: the last token's queries [L, H, 1, D].
 
         Returns:
             [L, K, T] float32.
@@ -39,10 +41,8 @@ class Sage:
         Raises:
             ValueError: if no query was observed.
         """
-        if prefill.queries is None:
-            raise ValueError("Sage needs the last token's query")
         g = prefill.geometry
         scaling = torch.tensor(g.scaling, device=prefill.keys.device)
-        last = prefill.queries[:, :, -1].reshape(g.n_layers, g.n_kv_heads, g.group_size, g.head_dim)
+        last = prefill.seen(WindowQueries(1))[:, :, -1].reshape(g.n_layers, g.n_kv_heads, g.group_size, g.head_dim)
         logits = last.float() @ prefill.keys.float().transpose(-1, -2)
         return logits.sum(2) * scaling[:, None, None]

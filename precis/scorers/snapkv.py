@@ -10,6 +10,7 @@ fills the window's own scores with the maximum; here the window is kept by the p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch.nn import functional
 
 from precis.attention.dense import attention_weights
 from precis.core import Prefill
-from precis.scorers import Comparable, Needs
+from precis.observations.window import WindowQueries
+from precis.scorers import Comparable, Kind, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,15 @@ class SnapKV:
 
     Attributes:
         n_window: observed tokens.
-        kernel: width of the average pooling over positions, in tokens; odd, else ValueError.
+        kernel: width of the pooling over positions, in tokens; odd, else ValueError.
+        pooling: average, or maximum as in AdaKV's code.
     """
 
     n_window: int = 64
     kernel: int = 5
+    pooling: Literal["average", "maximum"] = "average"
     comparable: Comparable = "layer"
+    kind: Kind = "attention"
 
     def __post_init__(self) -> None:
         if self.kernel % 2 == 0:
@@ -39,7 +44,7 @@ class SnapKV:
 
     @property
     def needs(self) -> Needs:
-        return Needs(n_window=self.n_window)
+        return frozenset({WindowQueries(self.n_window)})
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank every context token for every kv head.
@@ -51,22 +56,22 @@ class SnapKV:
             [L, K, T] float32, higher = keep; 0 inside the window.
         """
         g = prefill.geometry
-        n_tokens = prefill.n_tokens
-        scores = torch.zeros(g.n_layers, g.n_kv_heads, n_tokens, device=prefill.keys.device)
-        if prefill.queries is None or prefill.queries.shape[2] >= n_tokens:
+        scores = torch.zeros(g.n_layers, g.n_kv_heads, prefill.n_tokens, device=prefill.keys.device)
+        n_seen = prefill.n_tokens - self.n_window
+        if n_seen <= 0:
             return scores
-        n_window = prefill.queries.shape[2]
-        columns = torch.arange(n_tokens, device=scores.device)[None]
+        pool = functional.avg_pool1d if self.pooling == "average" else functional.max_pool1d
+        queries = prefill.seen(WindowQueries(self.n_window))
+        columns = torch.arange(prefill.n_tokens, device=scores.device)[None]
         for layer in range(g.n_layers):
             weights = attention_weights(
-                prefill.queries[layer],
+                queries[layer],
                 prefill.keys[layer],
-                columns[:, -n_window:].T,
+                columns[:, n_seen:].T,
                 columns,
                 scaling=g.scaling[layer],
                 softcap=g.softcap[layer],
             )
-            seen = weights[..., : n_tokens - n_window].mean(2)
-            pooled = functional.avg_pool1d(seen, self.kernel, stride=1, padding=self.kernel // 2)
-            scores[layer, :, : n_tokens - n_window] = pooled.mean(1)
+            seen = weights[..., :n_seen].mean(2)
+            scores[layer, :, :n_seen] = pool(seen, self.kernel, stride=1, padding=self.kernel // 2).mean(1)
         return scores

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from precis.core import Prefill
-from precis.scorers import Comparable, Needs
+from precis.scorers import Comparable, Kind, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,11 @@ class Streaming:
     """Score a token by how late it comes."""
 
     comparable: Comparable = "global"
+    kind: Kind = "other"
 
     @property
     def needs(self) -> Needs:
-        return Needs()
+        return frozenset()
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank tokens by recency.

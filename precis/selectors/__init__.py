@@ -11,10 +11,18 @@ from precis.scorers import Needs
 
 
 class Selector(Protocol):
-    """One verb, and the observations it reads."""
+    """One verb, and what it presupposes.
+
+    Attributes:
+        needs: observations that `select` reads.
+        wants_attention: whether scores must be plain attention weights.
+    """
 
     @property
     def needs(self) -> Needs: ...
+
+    @property
+    def wants_attention(self) -> bool: ...
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Choose entries.

@@ -19,9 +19,11 @@ from precis.scorers import Needs
 class TopK:
     """Protected tokens, then the best scores."""
 
+    wants_attention: bool = False
+
     @property
     def needs(self) -> Needs:
-        return Needs()
+        return frozenset()
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Keep each head's best entries.

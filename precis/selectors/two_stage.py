@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from precis.core import Prefill
+from precis.observations.norms import OutputNorms
 from precis.ranking import rank_per_head
 from precis.scorers import Needs
 
@@ -30,16 +31,17 @@ class TwoStage:
 
     first_stage: float = 0.5
     epsilon: float = 1e-4
+    wants_attention: bool = True
 
     @property
     def needs(self) -> Needs:
-        return Needs(output_norms=True)
+        return frozenset({OutputNorms()})
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Keep each head's critical entries.
 
         Args:
-            prefill: output_norms [L, K, T], the group's mean ||v W_o||_1.
+            prefill: output norms [L, H, T], of which the group's mean is taken.
             scores: [L, K, T] float32 attention, not negative.
             budgets: [L, K] int64.
             protected: [T] bool.
@@ -50,11 +52,10 @@ class TwoStage:
         Raises:
             ValueError: if the output norms were not observed.
         """
-        if prefill.output_norms is None:
-            raise ValueError("TwoStage needs the norms of v W_o")
+        norms = prefill.geometry.grouped(prefill.seen(OutputNorms())).mean(2)
         free = (budgets - protected.sum())[..., None]
         n_first = (free * self.first_stage).long()
         first = rank_per_head(scores, protected) < n_first
-        weighted = (scores + self.epsilon) * prefill.output_norms
+        weighted = (scores + self.epsilon) * norms
         second = rank_per_head(weighted, protected | first) < free - n_first
         return protected | first | second

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from precis.attention.plug import attach
 from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
-from precis.families import Model
-from precis.prefill import Document, prefill
-from precis.scorers import Needs
+from precis.families import Model, Rotary
+from precis.full_cache import Document
+from precis.observations import Observation
+from precis.prefill import prefill
 from precis.selection import gather
 from tests.tiny import VOCABULARY, tiny
 
@@ -33,9 +34,9 @@ def document(token_ids: Tensor) -> Document:
     return Document(token_ids, (0, len(token_ids)), (), (11, 12, 13), ((14, 15), (16,)))
 
 
-def read(model: Model, token_ids: Tensor, needs: Needs | None = None, chunk: int = 64) -> Prefill:
+def read(model: Model, token_ids: Tensor, *needs: Observation, chunk: int = 64) -> Prefill:
     """The full cache of these tokens."""
-    return prefill(model, document(token_ids), needs or Needs(), chunk=chunk)
+    return prefill(model, Rotary(model, 1024), document(token_ids), needs, chunk=chunk)
 
 
 def cut(full: Prefill, keep: Tensor | None = None) -> Snapshot:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from precis.core import Geometry, Prefill
+from precis.observations.norms import OutputNorms
 from precis.selectors.two_stage import TwoStage
 from precis.wire.presets import PRESETS
 
@@ -33,7 +34,7 @@ def bound(attention: Tensor, norms: Tensor, keep: Tensor, mass: Tensor) -> Tenso
 def select(attention: Tensor, norms: Tensor, budget: int) -> Tensor:
     geometry = Geometry(1, 1, 1, D, N, (None,), (1.0,), (None,))
     empty = torch.zeros(1, 1, N, D)
-    prefill = Prefill(geometry, empty, empty, output_norms=norms.float()[None, None])
+    prefill = Prefill(geometry, empty, empty, {OutputNorms(): norms.float()[None, None]})
     nothing = torch.zeros(N, dtype=torch.bool)
     chosen = TwoStage(epsilon=0.0).select(prefill, attention.float()[None, None], torch.tensor([[budget]]), nothing)
     return chosen[0, 0]
@@ -80,7 +81,7 @@ def test_sinks_with_small_values_survive_since_they_are_protected() -> None:
     protected = torch.arange(N) < 4
     scores = torch.arange(N, dtype=torch.float32)[None, None]
     keep = TwoStage().select(
-        Prefill(geometry, empty, empty, output_norms=norms), scores, torch.tensor([[5]]), protected
+        Prefill(geometry, empty, empty, {OutputNorms(): norms}), scores, torch.tensor([[5]]), protected
     )
     assert keep[0, 0, :4].all()
     assert int(keep.sum()) == 5

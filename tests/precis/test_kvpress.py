@@ -13,14 +13,18 @@ from precis.budgets import Allocator
 from precis.budgets.adaptive import Adaptive
 from precis.budgets.uniform import Uniform
 from precis.core import Prefill
-from precis.prefill import Document, prefill, repeat_context
-from precis.scorers import Needs
+from precis.families import Rotary
+from precis.full_cache import Document
+from precis.observations.norms import OutputNorms
+from precis.observations.window import WindowQueries
+from precis.prefill import prefill
+from precis.scorers.kvzip import KVzip
 from precis.scorers.snapkv import SnapKV
 from precis.selectors import Selector
 from precis.selectors.topk import TopK
 from precis.selectors.two_stage import TwoStage
 from tests.golden.constants import CHUNK, KERNEL, N_TOKENS, N_WINDOW, REPEAT_FIRST, REPEAT_NEXT, SUFFIX
-from tests.precis.build import attached
+from tests.precis.build import attached, read
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "kvpress.npz")
 
@@ -28,7 +32,7 @@ GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "kvpress.npz")
 @pytest.fixture(scope="module")
 def full() -> Prefill:
     token_ids = torch.from_numpy(GOLDEN["token_ids"])
-    return prefill(attached(), Document(token_ids, (0, N_TOKENS)), Needs(n_window=N_WINDOW, output_norms=True))
+    return read(attached(), token_ids, WindowQueries(N_WINDOW), OutputNorms())
 
 
 def kvpress_scores(full: Prefill) -> Tensor:
@@ -67,23 +71,24 @@ def test_kvzip_scores_equal_kvpress_over_several_chunks() -> None:
     model = attached()
     token_ids = torch.from_numpy(GOLDEN["token_ids"])
     document = Document(token_ids, (0, N_TOKENS), (), REPEAT_FIRST + SUFFIX, (REPEAT_NEXT, SUFFIX))
-    full = prefill(model, document, Needs())
-    found = repeat_context(model, document, full, chunk=CHUNK)
+    scorer = KVzip(chunk=CHUNK)
+    found = scorer.score(prefill(model, Rotary(model, 1024), document, scorer.needs))
     torch.testing.assert_close(found, torch.from_numpy(GOLDEN["kvzip"]), atol=2e-5, rtol=1e-4)
 
 
 def test_repeating_in_small_steps_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = attached()
+    model, rotary = attached(), Rotary(attached(), 1024)
     token_ids = torch.from_numpy(GOLDEN["token_ids"])
     document = Document(token_ids, (0, N_TOKENS), (), REPEAT_FIRST + SUFFIX, (REPEAT_NEXT, SUFFIX))
-    full = prefill(model, document, Needs())
-    before = full.keys.clone()
-    whole = repeat_context(model, document, full, chunk=CHUNK)
-    monkeypatch.setattr("precis.prefill._REPEAT_FORWARD", 13)
-    monkeypatch.setattr("precis.prefill._REPEAT_ROWS", 5)
-    told: list[int] = []
-    steps = repeat_context(model, document, full, lambda _, done, __: told.append(done), chunk=CHUNK)
+    needs = KVzip(chunk=CHUNK).needs
+    (whole,) = prefill(model, rotary, document, needs).observed.values()
+    monkeypatch.setattr("precis.observations.repeat.FORWARD", 13)
+    monkeypatch.setattr("precis.attention.dense._LOGITS", 1)
+    told: list[tuple[str, int]] = []
+    full = prefill(model, rotary, document, needs, lambda stage, done, _: told.append((stage, done)))
+    (steps,) = full.observed.values()
     torch.testing.assert_close(steps, whole, atol=1e-6, rtol=1e-5)
-    assert torch.equal(full.keys, before)
-    assert told == sorted(told)
-    assert told[-1] == N_TOKENS
+    assert torch.equal(full.keys, prefill(model, rotary, document).keys)
+    scored = [done for stage, done in told if stage == "score"]
+    assert scored == sorted(scored)
+    assert scored[-1] == N_TOKENS

@@ -6,10 +6,9 @@ import torch
 
 from precis.engine import Feed, Session, step
 from precis.families import Rotary
+from precis.observations.window import WindowQueries
 from precis.pipeline import answer, compress
-from precis.prefill import Document, prefill
 from precis.sampling import Sampler
-from precis.scorers import Needs
 from precis.views.sage import SageView
 from precis.wire.presets import resolve
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
@@ -20,13 +19,13 @@ from tests.tiny import tiny
 def test_snapshot_keeps_sinks_recent_and_the_best_logits_of_the_last_token() -> None:
     model, token_ids = attached(), tokens(N_CONTEXT)
     made = compress(model, Rotary(model, 512), document(token_ids), resolve("sage", 0.4, "raw16"))
-    full = prefill(model, Document(token_ids, (0, N_CONTEXT)), Needs(n_window=1))
-    assert full.queries is not None
+    full = read(model, token_ids, WindowQueries(1))
+    queries = full.seen(WindowQueries(1))
     budget, n_sink = 60, 4
     n_recent = budget // 2 - n_sink
     for layer in range(4):
         for head in range(2):
-            pair = full.queries[layer, 2 * head : 2 * head + 2, 0]
+            pair = queries[layer, 2 * head : 2 * head + 2, 0]
             logits = (pair @ full.keys[layer, head].T).sum(0)
             middle = range(n_sink, N_CONTEXT - n_recent)
             best = sorted(middle, key=lambda i: -float(logits[i]))[: budget - n_sink - n_recent]

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from precis.errors import InternalError, UnsupportedModel
+from precis.full_cache import Document
 from precis.pipeline import answer, compress
-from precis.prefill import Document
 from precis.sampling import Sampler
 from precis.wire.presets import resolve
 from tests.precis.build import attached

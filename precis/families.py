@@ -186,7 +186,7 @@ class Rotary:
         self._per_kind = (
             self._embedding is not None and "layer_type" in inspect.signature(type(self._embedding).forward).parameters
         )
-        self._n_positions = n_positions
+        self.n_positions = n_positions
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def undo(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Rotary:
     def _table(self, layer: int) -> tuple[Tensor, Tensor]:
         kind = self._kinds[layer] if self._per_kind and self._kinds else ""
         if kind not in self._tables:
-            steps = torch.arange(self._n_positions, device=self._device)[None]
+            steps = torch.arange(self.n_positions, device=self._device)[None]
             like = torch.zeros(1, device=self._device, dtype=torch.float32)
             extra = (kind,) if self._per_kind else ()
             cos, sin = self._embedding(like, steps, *extra)  # type: ignore[misc]

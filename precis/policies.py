@@ -6,14 +6,36 @@ from dataclasses import dataclass
 
 from precis.budgets import Allocator
 from precis.budgets.adaptive import Adaptive
+from precis.budgets.consistency import Consistency
+from precis.budgets.convex import Convex
 from precis.budgets.global_ import Global
+from precis.budgets.heads import TwoLevel
+from precis.budgets.mass import Mass
+from precis.budgets.pyramid import Pyramid
+from precis.budgets.threshold import Threshold
 from precis.budgets.uniform import Uniform
 from precis.scorers import Needs, Scorer
+from precis.scorers.blend import Blend
+from precis.scorers.compactor import Compactor
+from precis.scorers.corm import Corm
+from precis.scorers.defensive import Defensive as DefensiveScorer
+from precis.scorers.expected import Expected
+from precis.scorers.finch import Finch
+from precis.scorers.fisher import Fisher
+from precis.scorers.h2o import H2O
+from precis.scorers.keydiff import KeyDiff
+from precis.scorers.knorm import Knorm
 from precis.scorers.kvzip import KVzip
+from precis.scorers.lagkv import LagKV
+from precis.scorers.probing import Probing
+from precis.scorers.random_ import Random
 from precis.scorers.sage import Sage
 from precis.scorers.snapkv import SnapKV
 from precis.scorers.streaming import Streaming
+from precis.scorers.tova import Tova
 from precis.selectors import Selector
+from precis.selectors.cascade import Cascade
+from precis.selectors.defensive import Defensive
 from precis.selectors.topk import TopK
 from precis.selectors.two_stage import TwoStage
 
@@ -44,15 +66,45 @@ class Policy:
     @property
     def needs(self) -> Needs:
         """Observations that the parts read."""
-        return self.scorer.needs | self.selector.needs
+        return self.scorer.needs | self.allocator.needs | self.selector.needs
 
+
+_SNAPKV, _KVZIP = SnapKV(), KVzip()
+_PLAIN_EXPECTED = Expected(value_norm=False)
 
 POLICIES: dict[str, Policy] = {
     "full": Policy(Streaming(), Uniform(), TopK()),
     "streaming": Policy(Streaming(), Uniform(), TopK()),
-    "snapkv": Policy(SnapKV(), Uniform(), TopK()),
-    "criticalkv": Policy(SnapKV(), Uniform(), TwoStage()),
-    "critical-adakv": Policy(SnapKV(), Adaptive(), TwoStage()),
+    "random": Policy(Random(), Uniform(), TopK()),
+    "snapkv": Policy(_SNAPKV, Uniform(), TopK()),
+    "criticalkv": Policy(_SNAPKV, Uniform(), TwoStage()),
+    "critical-adakv": Policy(_SNAPKV, Adaptive(), TwoStage()),
+    "adakv": Policy(SnapKV(32, 7, "maximum"), Convex(), TopK()),
+    "pyramidkv": Policy(_SNAPKV, Pyramid(), TopK()),
     "sage": Policy(Sage(), Uniform(), TopK()),
-    "kvzip": Policy(KVzip(), Global(), TopK()),
+    "tova": Policy(Tova(), Uniform(), TopK()),
+    "finch": Policy(Finch(), Uniform(), TopK()),
+    "h2o": Policy(H2O(), Uniform(), TopK()),
+    "corm": Policy(Corm(), Threshold(), TopK()),
+    "dbudgetkv": Policy(Streaming(), Mass(), TopK()),
+    "cascadingkv": Policy(H2O(), Uniform(), Cascade()),
+    "catekv": Policy(_SNAPKV, Consistency(), TopK()),
+    "expected": Policy(Expected(), Uniform(), TopK()),
+    "expected-adakv": Policy(Expected(epsilon=1e-2), Adaptive(), TopK()),
+    "critical-expected": Policy(_PLAIN_EXPECTED, Uniform(), TwoStage()),
+    "keydiff": Policy(KeyDiff(), Uniform(), TopK()),
+    "knorm": Policy(Knorm(), Uniform(), TopK()),
+    "lagkv": Policy(LagKV(), Uniform(), TopK()),
+    "compactor": Policy(Compactor(), Uniform(), TopK()),
+    "defensivekv": Policy(DefensiveScorer(), Adaptive(safeguard=0.0), Defensive()),
+    "layer-defensivekv": Policy(DefensiveScorer(), Global(), Defensive()),
+    "kvzip": Policy(_KVZIP, Global(), TopK()),
+    "kvzip-uniform": Policy(_KVZIP, Uniform(), TopK()),
+    "kvzip-layer": Policy(_KVZIP, Adaptive(safeguard=0.0), TopK()),
+    "kvzip-head": Policy(_KVZIP, TwoLevel(), TopK()),
+    "kvzip-plus": Policy(KVzip(plus=True), Global(), TopK()),
+    "kvzip-critical": Policy(_KVZIP, Global(), TwoStage()),
+    "fisher": Policy(Fisher(), Global(), TopK()),
+    "probes": Policy(Probing(), Global(), TopK()),
+    "kvzip-probes": Policy(Blend((_KVZIP, Probing()), (1.0, 1.0)), Global(), TopK()),
 }

@@ -54,3 +54,21 @@ def best_with_floor(scores: Tensor, protected: Tensor, n_best: int, floor: int) 
     """
     own = rank_per_head(scores[None], protected)[0] < floor
     return counts_of_best(scores, ~(own | protected), n_best - floor * scores.shape[0]) + floor
+
+
+def shared_out(wanted: Tensor, total: int) -> Tensor:
+    """Whole numbers near `wanted` that sum to `total`: rounded down, then one more for the largest remainders.
+
+    Args:
+        wanted: [n] float, not negative, summing to about `total`.
+        total: sum of the result.
+
+    Returns:
+        [n] int64; of equal remainders the first ones win.
+    """
+    whole = wanted.floor()
+    order = torch.sort(wanted - whole, descending=True, stable=True).indices
+    counts = whole.long()
+    missing = total - int(counts.sum())
+    counts[order[: max(0, missing)]] += 1
+    return counts

@@ -33,8 +33,9 @@ def choose(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, 
         keep[layer, :, : g.first_visible(layer, n_tokens)] = False
     evicting = evicting_layers(g, n_tokens)
     if evicting:
-        budgets = policy.allocator.allocate(scores, protected, per_head)
-        keep[evicting] = policy.selector.select(prefill.of_layers(evicting), scores, budgets, protected)
+        part = prefill.of_layers(evicting)
+        budgets = policy.allocator.allocate(part, scores, protected, per_head)
+        keep[evicting] = policy.selector.select(part, scores, budgets, protected)
     return Selection.from_mask(keep)
 
 

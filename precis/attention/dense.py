@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _ROWS = 128  # query rows per block on the path that forms logits: bounds memory to G * 128 x keys
-_LOGITS = 1 << 21  # logits per block of the recording path: 8 MiB
+_LOGITS = 1 << 20  # logits per block of the recording path: 4 MiB
 _TINY = 1e-30
 
 
@@ -84,7 +84,8 @@ def causal_attention(
             window=window,
             sinks=sinks,
         )
-        out[:, start:stop] = (weights.to(value.dtype) @ value[:, None]).reshape(query[:, start:stop].shape)
+        paid = torch.bmm(weights.to(value.dtype).flatten(1, 2), value)
+        out[:, start:stop] = paid.view(query.shape[0], stop - start, -1)
     return out
 
 
@@ -121,8 +122,8 @@ def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depend
             window=window,
             sinks=sinks,
         )
-        paid = weights.to(value.dtype) @ value[:, None, :seen]
-        out[:, start:stop] = paid.reshape(query[:, start:stop].shape)
+        paid = torch.bmm(weights.to(value.dtype).flatten(1, 2), value[:, :seen])
+        out[:, start:stop] = paid.view(query.shape[0], stop - start, -1)
         _raise(maxima, weights, None if maxima.row_weights is None else maxima.row_weights[start:stop])
     return out
 
@@ -166,9 +167,9 @@ def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends 
     Returns:
         [K, G, r, m] float32; rows sum to 1 (less with sinks).
     """
-    n_kv_heads, _, head_dim = key.shape
-    grouped = (query.float() * scaling).reshape(n_kv_heads, -1, query.shape[1], head_dim)
-    logits = grouped @ key[:, None].float().transpose(-1, -2)
+    n_kv_heads, n_keys, head_dim = key.shape
+    grouped = (query.float() * scaling).reshape(n_kv_heads, -1, head_dim)  # the group's rows under one another
+    logits = torch.bmm(grouped, key.float().transpose(1, 2)).view(n_kv_heads, -1, query.shape[1], n_keys)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if window is not None:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from precis.scorers import Comparable
+from precis.core import Prefill
+from precis.scorers import Comparable, Needs
 
 
 class Allocator(Protocol):
@@ -14,20 +15,26 @@ class Allocator(Protocol):
 
     Attributes:
         needs_comparable: across what it compares scores.
+        needs: observations that `allocate` reads.
     """
 
     @property
     def needs_comparable(self) -> Comparable: ...
 
-    def allocate(self, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
+    @property
+    def needs(self) -> Needs: ...
+
+    def allocate(self, prefill: Prefill, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
         """Give each kv head its budget.
 
         Args:
+            prefill: for observations beyond the scores.
             scores: [L, K, T] float32, unweighted.
             protected: [T] bool, tokens that every head keeps and that count.
             per_head: mean number of entries per head, at least the number of protected tokens and at most T.
 
         Returns:
-            [L, K] int64, protected tokens included, summing to L * K * per_head.
+            [L, K] int64, protected tokens included, summing to L * K * per_head; to at most that where the method
+            finds its budget itself.
         """
         ...

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precis.core import Prefill
 from precis.ranking import best_with_floor
-from precis.scorers import Comparable
+from precis.scorers import Comparable, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,15 @@ class Adaptive:
     safeguard: float = 0.2
     needs_comparable: Comparable = "layer"
 
-    def allocate(self, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
+    @property
+    def needs(self) -> Needs:
+        return frozenset()
+
+    def allocate(self, prefill: Prefill, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
         """Hand out each layer's K * per_head entries to its best scores.
 
         Args:
+            prefill: not read.
             scores: [L, K, T] float32, comparable across the heads of a layer.
             protected: [T] bool.
             per_head: mean entries per head.

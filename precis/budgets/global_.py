@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from precis.core import Prefill
 from precis.ranking import best_with_floor
-from precis.scorers import Comparable
+from precis.scorers import Comparable, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,15 @@ class Global:
     safeguard: float = 0.0
     needs_comparable: Comparable = "global"
 
-    def allocate(self, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
+    @property
+    def needs(self) -> Needs:
+        return frozenset()
+
+    def allocate(self, prefill: Prefill, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
         """Hand out all L * K * per_head entries to the best scores.
 
         Args:
+            prefill: not read.
             scores: [L, K, T] float32, comparable across layers and heads.
             protected: [T] bool.
             per_head: mean entries per head.

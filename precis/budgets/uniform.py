@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.scorers import Comparable
+from precis.core import Prefill
+from precis.scorers import Comparable, Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,15 @@ class Uniform:
 
     needs_comparable: Comparable = "head"
 
-    def allocate(self, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
+    @property
+    def needs(self) -> Needs:
+        return frozenset()
+
+    def allocate(self, prefill: Prefill, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
         """Give every head `per_head`.
 
         Args:
+            prefill: not read.
             scores: [L, K, T]; only its shape is read.
             protected: [T] bool, not read.
             per_head: entries per head.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from precis.core import Prefill
@@ -35,3 +36,9 @@ class Scorer(Protocol):
     def score(self, prefill: Prefill) -> Tensor:
         """Give [L, K, T] float32, higher = keep."""
         ...
+
+
+def blank(prefill: Prefill) -> Tensor:
+    """Zeros [L, K, T] float32."""
+    g = prefill.geometry
+    return torch.zeros(g.n_layers, g.n_kv_heads, prefill.n_tokens, device=prefill.keys.device)

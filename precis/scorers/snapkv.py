@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precis.attention.dense import attention_weights
 from precis.core import Prefill
-from precis.observations.window import WindowQueries
-from precis.scorers import Comparable, Kind, Needs
+from precis.observations.window import WindowQueries, window_attention
+from precis.scorers import Comparable, Kind, Needs, blank
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +53,9 @@ class SnapKV:
         Returns:
             [L, K, T] float32, higher = keep; 0 inside the window.
         """
-        g = prefill.geometry
-        scores = torch.zeros(g.n_layers, g.n_kv_heads, prefill.n_tokens, device=prefill.keys.device)
-        n_seen = prefill.n_tokens - self.n_window
-        if n_seen <= 0:
-            return scores
+        scores = blank(prefill)
         pool = functional.avg_pool1d if self.pooling == "average" else functional.max_pool1d
-        queries = prefill.seen(WindowQueries(self.n_window))
-        columns = torch.arange(prefill.n_tokens, device=scores.device)[None]
-        for layer in range(g.n_layers):
-            weights = attention_weights(
-                queries[layer],
-                prefill.keys[layer],
-                columns[:, n_seen:].T,
-                columns,
-                scaling=g.scaling[layer],
-                softcap=g.softcap[layer],
-            )
-            seen = weights[..., :n_seen].mean(2)
-            scores[layer, :, :n_seen] = pool(seen, self.kernel, stride=1, padding=self.kernel // 2).mean(1)
+        for layer, weights in window_attention(prefill, self.n_window):
+            pooled = pool(weights.mean(2), self.kernel, stride=1, padding=self.kernel // 2)
+            scores[layer, :, : weights.shape[-1]] = pooled.mean(1)
         return scores

@@ -22,6 +22,7 @@ class Preset(msgspec.Struct, frozen=True):
         n_window: last tokens that every head keeps.
         window_share: share of the budget that goes to the last tokens instead, counting sinks (SAGE-KV).
         evicts: False for `full`.
+        finds_budget: the kept share is the method's own, and `keep_ratio` only its ceiling, 1 by default.
         summary: one line for people.
     """
 
@@ -30,16 +31,44 @@ class Preset(msgspec.Struct, frozen=True):
     n_window: int = 0
     window_share: float = 0.0
     evicts: bool = True
+    finds_budget: bool = False
 
 
 PRESETS: dict[str, Preset] = {
     "full": Preset("keeps every entry", evicts=False),
     "streaming": Preset("keeps the first and the last tokens (StreamingLLM)"),
+    "random": Preset("keeps tokens by chance, the baseline to beat", n_window=64),
     "snapkv": Preset("keeps what the document's end looks at (SnapKV)", n_window=64),
     "criticalkv": Preset("SnapKV scores, then output perturbation (CriticalKV)", n_window=64),
     "critical-adakv": Preset("CriticalKV with budgets that follow the heads (AdaKV)", n_window=64),
+    "adakv": Preset("SnapKV scores, budgets that follow the heads (AdaKV)", n_window=32),
+    "pyramidkv": Preset("SnapKV scores, larger budgets for lower layers (PyramidKV)", n_window=64),
     "sage": Preset("one top-k from the last token's query (SAGE-KV)", window_share=0.5),
+    "tova": Preset("keeps what the last token looks at, the same for all heads (TOVA)", n_window=1),
+    "finch": Preset("keeps what the document's end looks at, row by row normalised (FINCH)", n_window=64),
+    "h2o": Preset("keeps what the whole document looks at most (H2O)", window_share=0.5),
+    "corm": Preset("keeps what any late token looks at more than evenly (CORM)", n_window=64, finds_budget=True),
+    "dbudgetkv": Preset("evicts old tokens until attention would suffer (DBudgetKV)", finds_budget=True),
+    "cascadingkv": Preset("ever sparser windows over the past (CascadingKV)"),
+    "catekv": Preset("prunes heads that look at the same tokens all the time (CateKV)", n_window=64),
+    "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)"),
+    "expected-adakv": Preset("ExpectedAttention with budgets that follow the heads (AdaKV)"),
+    "critical-expected": Preset("ExpectedAttention, then output perturbation (CriticalKV)"),
+    "keydiff": Preset("keeps the keys least like the average (KeyDiff)"),
+    "knorm": Preset("keeps the shortest keys (Knorm)"),
+    "lagkv": Preset("keeps what stands out against the following block (LagKV)", n_window=128),
+    "compactor": Preset("leverage of keys and local attention (Compactor)", n_sink=8, n_window=4),
+    "defensivekv": Preset("worst case over the document's end (DefensiveKV)", n_window=32),
+    "layer-defensivekv": Preset("DefensiveKV with one budget for all layers (LayerDefensiveKV)", n_window=32),
     "kvzip": Preset("keeps what the model reads when it repeats the document (KVzip)"),
+    "kvzip-uniform": Preset("KVzip with the same budget for every head"),
+    "kvzip-layer": Preset("KVzip with the same budget for every layer"),
+    "kvzip-head": Preset("KVzip's scores decide which heads keep everything", n_window=64),
+    "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)"),
+    "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
+    "fisher": Preset("keeps values by their Fisher information while the document is repeated"),
+    "probes": Preset("keeps what given questions, and answers to them, look at"),
+    "kvzip-probes": Preset("KVzip, and what given questions look at"),
 }
 
 
@@ -77,7 +106,8 @@ def resolve(policy: str | None, keep_ratio: float | None, codec: str | None) -> 
                 f"the policy {policy} keeps everything: leave keep_ratio out, or choose another policy"
             )
         keep_ratio = 1.0
-    keep_ratio = DEFAULT_KEEP_RATIO if keep_ratio is None else keep_ratio
+    if keep_ratio is None:
+        keep_ratio = 1.0 if PRESETS[policy].finds_budget else DEFAULT_KEEP_RATIO
     if not 0 < keep_ratio <= 1:
         raise InvalidRequest(f"keep_ratio is the share of entries kept, above 0 and at most 1, not {keep_ratio}")
     return Compression(policy, float(keep_ratio), codec)

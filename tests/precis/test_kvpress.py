@@ -15,15 +15,38 @@ from precis.budgets.uniform import Uniform
 from precis.core import Prefill
 from precis.families import Rotary
 from precis.full_cache import Document
+from precis.observations.leverage import Leverage
+from precis.observations.local import LocalAttention
 from precis.observations.norms import OutputNorms
 from precis.observations.window import WindowQueries
 from precis.prefill import prefill
+from precis.scorers import Scorer
+from precis.scorers.compactor import Compactor
+from precis.scorers.expected import Expected
+from precis.scorers.finch import Finch
+from precis.scorers.h2o import H2O
+from precis.scorers.keydiff import KeyDiff
+from precis.scorers.knorm import Knorm
 from precis.scorers.kvzip import KVzip
+from precis.scorers.lagkv import LagKV
 from precis.scorers.snapkv import SnapKV
+from precis.scorers.tova import Tova
 from precis.selectors import Selector
 from precis.selectors.topk import TopK
 from precis.selectors.two_stage import TwoStage
-from tests.golden.constants import CHUNK, KERNEL, N_TOKENS, N_WINDOW, REPEAT_FIRST, REPEAT_NEXT, SUFFIX
+from tests.golden.constants import (
+    CHUNK,
+    KERNEL,
+    LAG,
+    LOCAL_CHUNK,
+    N_TOKENS,
+    N_WINDOW,
+    REPEAT_FIRST,
+    REPEAT_NEXT,
+    SEED,
+    SKETCH,
+    SUFFIX,
+)
 from tests.precis.build import attached, read
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "kvpress.npz")
@@ -49,11 +72,12 @@ def kvpress_scores(full: Prefill) -> Tensor:
         ("snapkv", Uniform(), TopK()),
         ("criticalkv", Uniform(), TwoStage()),
         ("critical-adakv", Adaptive(), TwoStage()),
+        ("adakv", Adaptive(), TopK()),
     ],
 )
 def test_kept_sets_equal_kvpress(full: Prefill, name: str, allocator: Allocator, selector: Selector) -> None:
     scores, nothing = kvpress_scores(full), torch.zeros(N_TOKENS, dtype=torch.bool)
-    budgets = allocator.allocate(scores, nothing, N_TOKENS // 2)
+    budgets = allocator.allocate(full, scores, nothing, N_TOKENS // 2)
     keep = selector.select(full, scores, budgets, nothing)
     expected = torch.from_numpy(GOLDEN[name])
     assert int(expected.sum()) == int(keep.sum())
@@ -63,17 +87,43 @@ def test_kept_sets_equal_kvpress(full: Prefill, name: str, allocator: Allocator,
 def test_protecting_the_window_equals_kvpress_snapkv(full: Prefill) -> None:
     scores = SnapKV(N_WINDOW, KERNEL).score(full)
     window = torch.arange(N_TOKENS) >= N_TOKENS - N_WINDOW
-    keep = TopK().select(full, scores, Uniform().allocate(scores, window, N_TOKENS // 2), window)
+    keep = TopK().select(full, scores, Uniform().allocate(full, scores, window, N_TOKENS // 2), window)
     assert torch.equal(keep, torch.from_numpy(GOLDEN["snapkv"]))
 
 
-def test_kvzip_scores_equal_kvpress_over_several_chunks() -> None:
+_SINKS, _ENDS = slice(4, None), slice(8, N_TOKENS - 4)  # where kvpress fills nothing in
+_LOCAL = LocalAttention(chunk=LOCAL_CHUNK, scaled=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "scored"),
+    [
+        ("keydiff", KeyDiff(), slice(None)),
+        ("knorm", Knorm(), slice(None)),
+        ("lagkv", LagKV(lag=LAG), slice(None)),
+        ("tova", Tova(), slice(0, -1)),
+        ("finch", Finch(N_WINDOW), slice(0, -N_WINDOW)),
+        ("expected", Expected(), _SINKS),
+        ("expected-plain", Expected(value_norm=False), _SINKS),
+        ("compactor", Compactor(leverage=Leverage(SKETCH, SEED), attention=_LOCAL), _ENDS),
+        ("h2o", H2O(), slice(0, -1)),
+    ],
+)
+def test_scores_equal_kvpress(name: str, scorer: Scorer, scored: slice) -> None:
+    model = attached(max_position_embeddings=1024)
+    full = read(model, torch.from_numpy(GOLDEN["token_ids"]), *scorer.needs)
+    found, expected = scorer.score(full)[..., scored], torch.from_numpy(GOLDEN[name])[..., scored]
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=2e-4)
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_kvzip_scores_equal_kvpress_over_several_chunks(plus: bool) -> None:
     model = attached()
     token_ids = torch.from_numpy(GOLDEN["token_ids"])
     document = Document(token_ids, (0, N_TOKENS), (), REPEAT_FIRST + SUFFIX, (REPEAT_NEXT, SUFFIX))
-    scorer = KVzip(chunk=CHUNK)
+    scorer = KVzip(plus, CHUNK)
     found = scorer.score(prefill(model, Rotary(model, 1024), document, scorer.needs))
-    torch.testing.assert_close(found, torch.from_numpy(GOLDEN["kvzip"]), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found, torch.from_numpy(GOLDEN["kvzip-plus" if plus else "kvzip"]), atol=2e-5, rtol=1e-4)
 
 
 def test_repeating_in_small_steps_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,246 @@
+"""Methods that kvpress has not, and observations, against brute force on small models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from precis.core import Prefill
+from precis.families import Model, Rotary
+from precis.full_cache import Document
+from precis.observations.columns import ColumnSums
+from precis.observations.fisher import ValueFisher
+from precis.observations.norms import OutputNorms
+from precis.observations.probes import ProbeAttention
+from precis.observations.repeat import RepeatAttention, repetitions
+from precis.observations.window import WindowQueries
+from precis.prefill import prefill
+from precis.scorers.blend import Blend
+from precis.scorers.corm import Corm
+from precis.scorers.defensive import Defensive as DefensiveScorer
+from precis.scorers.kvzip import KVzip
+from precis.scorers.lagkv import LagKV
+from precis.scorers.probing import Probing
+from precis.scorers.random_ import Random
+from precis.scorers.snapkv import SnapKV
+from precis.selectors.cascade import Cascade
+from precis.selectors.defensive import Defensive
+from tests.precis.build import N_CONTEXT, attached, document, read, tokens
+from tests.tiny import tiny
+
+N_WINDOW = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return attached()
+
+
+@pytest.fixture(scope="module")
+def full(model: Model) -> Prefill:
+    return read(model, tokens(N_CONTEXT), WindowQueries(N_WINDOW), OutputNorms(), OutputNorms(2), ColumnSums())
+
+
+def window_weights(full: Prefill, layer: int) -> Tensor:
+    """[K, G, W, T] softmax of the window's rows over everything before them, spelled out."""
+    queries = full.seen(WindowQueries(N_WINDOW))[layer].reshape(2, 2, N_WINDOW, 12)
+    logits = queries @ full.keys[layer][:, None].transpose(-1, -2) / 12**0.5
+    later = torch.arange(N_CONTEXT) > torch.arange(N_CONTEXT - N_WINDOW, N_CONTEXT)[:, None]
+    return logits.masked_fill(later, float("-inf")).softmax(-1)
+
+
+def test_output_norms_equal_the_projection_spelled_out(model: Model, full: Prefill) -> None:
+    for layer in (0, 3):
+        weight = model.attentions[layer].o_proj.weight  # type: ignore[union-attr]
+        for head in range(4):
+            projected = full.values[layer, head // 2] @ weight[:, head * 12 : (head + 1) * 12].T  # type: ignore[index]
+            torch.testing.assert_close(full.seen(OutputNorms(1))[layer, head], projected.abs().sum(-1))
+            torch.testing.assert_close(full.seen(OutputNorms(2))[layer, head], projected.norm(dim=-1))
+
+
+@pytest.mark.parametrize("chunk", [37, N_CONTEXT])
+def test_column_sums_equal_the_whole_attention_matrix(model: Model, chunk: int) -> None:
+    hf = tiny()
+    with torch.inference_mode():
+        matrices = hf(input_ids=tokens(N_CONTEXT)[None], output_attentions=True).attentions
+    found = read(model, tokens(N_CONTEXT), ColumnSums(), ColumnSums(mean=True), chunk=chunk)
+    expected = torch.stack([matrix[0].sum(-2) for matrix in matrices])
+    torch.testing.assert_close(found.seen(ColumnSums()), expected, atol=1e-5, rtol=1e-4)
+    seen_by = torch.arange(N_CONTEXT, 0, -1)
+    torch.testing.assert_close(found.seen(ColumnSums(mean=True)), expected / seen_by, atol=1e-6, rtol=1e-4)
+
+
+def test_corm_counts_what_any_late_row_and_head_finds_more_than_evenly_interesting(full: Prefill) -> None:
+    scores = Corm(N_WINDOW).score(full)
+    visible = torch.arange(N_CONTEXT - N_WINDOW + 1, N_CONTEXT + 1)[:, None]
+    for layer in range(4):
+        kept = (window_weights(full, layer) >= 1 / visible).any(1).any(1)[:, : N_CONTEXT - N_WINDOW]
+        assert torch.equal(scores[layer, :, : N_CONTEXT - N_WINDOW] >= 1, kept)
+
+
+def test_defensive_scores_and_stages_equal_their_definition(full: Prefill) -> None:
+    scorer, selector = DefensiveScorer(N_WINDOW, 5), Defensive(N_WINDOW, 0.6)
+    scores, n_seen, budget = scorer.score(full), N_CONTEXT - N_WINDOW, 60
+    protected = (torch.arange(N_CONTEXT) < 4) | (torch.arange(N_CONTEXT) >= n_seen)
+    keep = selector.select(full, scores, torch.full((4, 2), budget), protected)
+    assert bool((keep.sum(-1) == budget).all())
+    norms = full.seen(OutputNorms()).reshape(4, 2, 2, N_CONTEXT).mean(2)
+    relative = norms / norms.sum(1, keepdim=True)
+    for layer in range(4):
+        weights = window_weights(full, layer)
+        for head in range(2):
+            worst = torch.zeros(n_seen)
+            for row in weights[head, ..., :n_seen].reshape(-1, n_seen):
+                pooled = functional.avg_pool1d(row[None], 5, 1, 2)[0]
+                worst = torch.maximum(worst, pooled * row.sum() / pooled.sum())
+            worst = worst.clamp_min(worst.mean())
+            torch.testing.assert_close(scores[layer, head, :n_seen], worst * relative[layer, head, :n_seen])
+            mean = weights[head].mean((0, 1))
+            chosen = {*range(4), *range(n_seen, N_CONTEXT)}
+            for token in sorted(range(4, n_seen), key=lambda t: -float(mean[t])):
+                if sum(float(mean[t]) for t in chosen) >= 0.6 or len(chosen) == budget:
+                    break
+                chosen.add(token)
+            rest = sorted(set(range(n_seen)) - chosen, key=lambda t: -float(scores[layer, head, t]))
+            chosen |= set(rest[: budget - len(chosen)])
+            assert chosen == set(keep[layer, head].nonzero()[:, 0].tolist())
+
+
+def test_the_cascade_reaches_further_back_the_sparser_it_gets() -> None:
+    n_tokens, budget = 400, 44
+    protected = torch.arange(n_tokens) < 4
+    flat = torch.zeros(1, 2, n_tokens)
+    keep = Cascade().select(None, flat, torch.full((1, 2), budget), protected)[0]  # type: ignore[arg-type]
+    assert keep.sum(-1).tolist() == [budget, budget]
+    assert torch.equal(keep[0], keep[1])
+    kept = keep[0].nonzero()[4:, 0]
+    newest, gaps = kept[-10:], kept.diff()
+    assert newest.tolist() == list(range(390, 400))
+    assert float(gaps[-15:].float().mean()) < float(gaps[:15].float().mean())
+    assert int(kept[0]) < 360  # a plain window of 40 would begin there
+    scores = flat.clone()
+    scores[..., 100] = 1.0
+    preferred = Cascade().select(None, scores, torch.full((1, 2), budget), protected)[0, 0]  # type: ignore[arg-type]
+    assert int((preferred != keep[0]).sum()) <= 2
+
+
+def test_short_contexts_fit_into_the_cascade_whole() -> None:
+    keep = Cascade().select(None, torch.zeros(1, 1, 9), torch.tensor([[9]]), torch.arange(9) < 2)  # type: ignore[arg-type]
+    assert bool(keep.all())
+
+
+def test_lagkv_survives_channels_that_are_constant(full: Prefill) -> None:
+    values = full.values.clone()
+    values[..., 3] = 0.5
+    scores = LagKV(lag=16).score(replace(full, values=values))
+    assert bool(torch.isfinite(scores).all())
+    assert bool((scores[..., -16:] == 1).all())
+
+
+def test_blend_is_the_largest_of_scaled_scores_and_keeps_the_narrowest_promise(full: Prefill) -> None:
+    scorer = Blend((SnapKV(N_WINDOW), Random(1)), (2.0, 1.0))
+    snap, chance = SnapKV(N_WINDOW).score(full), Random(1).score(full)
+    n_best = int(0.1 * snap.numel())
+    scaled = [part * weight / part.flatten().topk(n_best).values.mean() for part, weight in ((snap, 2), (chance, 1))]
+    torch.testing.assert_close(scorer.score(full), torch.maximum(*scaled))
+    assert scorer.comparable == "layer"
+    assert scorer.kind == "other"
+    assert scorer.needs == {WindowQueries(N_WINDOW)}
+    with pytest.raises(ValueError, match="one weight per part"):
+        Blend((Random(),), ())
+
+
+def probed(token_ids: Tensor, *probes: tuple[int, ...]) -> Document:
+    return replace(document(token_ids), probes=probes)
+
+
+def test_probes_record_the_largest_attention_of_question_and_greedy_answer() -> None:
+    token_ids, probe, n_answer = tokens(N_CONTEXT), tokens(9, seed=5), 4
+    hf = tiny()
+    ids = torch.cat([token_ids, probe])
+    with torch.inference_mode():
+        for _ in range(n_answer):
+            ids = torch.cat([ids, hf(input_ids=ids[None]).logits[0, -1:].argmax(-1)])
+        matrices = hf(input_ids=ids[None], output_attentions=True).attentions
+    expected = torch.stack([matrix[0, :, N_CONTEXT:, :N_CONTEXT].amax(1) for matrix in matrices])
+    model = attached()
+    full = prefill(model, Rotary(model, 512), probed(token_ids, tuple(probe.tolist())), [ProbeAttention(n_answer)])
+    torch.testing.assert_close(full.seen(ProbeAttention(n_answer)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_several_probes_are_as_the_best_of_each_alone() -> None:
+    model, token_ids = attached(), tokens(N_CONTEXT)
+    one, other = tuple(tokens(7, seed=8).tolist()), tuple(tokens(11, seed=9).tolist())
+    rotary = Rotary(model, 512)
+    alone = [
+        Probing(3).score(prefill(model, rotary, probed(token_ids, probe), Probing(3).needs)) for probe in (one, other)
+    ]
+    both = Probing(3).score(prefill(model, rotary, probed(token_ids, one, other), Probing(3).needs))
+    torch.testing.assert_close(both, torch.maximum(*alone))
+    nothing = Probing(3).score(prefill(model, rotary, document(token_ids), Probing(3).needs))
+    assert not bool(nothing.any())
+
+
+def test_value_fisher_equals_gradients_through_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference differentiates plain attention over a cache whose values are leaves, one forward per step."""
+    model, token_ids = attached(), tokens(60)
+    monkeypatch.setattr("precis.observations.fisher.FORWARD", 25)
+    asked = document(token_ids)
+    full = prefill(model, Rotary(model, 512), asked, [ValueFisher(seed=3)])
+    ((at, stop, said),) = list(repetitions(asked, model.geometry))
+    assert (at, stop) == (0, 60)
+    generator = torch.Generator().manual_seed(3)
+    expected = torch.zeros(4, 2, 60)
+    leaves = full.values.clone().requires_grad_()
+    for start in range(0, len(said), 25):
+        part = said[start : start + 25]
+        store = LeafStore(full.keys, leaves, said[:start], model)
+        logits = model.hf(
+            input_ids=part[None],
+            position_ids=torch.arange(60 + start, 60 + start + len(part))[None],
+            use_cache=False,
+            kv_store=store,
+        ).logits[0]
+        logs = logits.log_softmax(-1)
+        sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+        (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
+        expected += gradient.square().sum(-1)
+    torch.testing.assert_close(full.seen(ValueFisher(seed=3)), expected / len(said), rtol=1e-3, atol=1e-9)
+
+
+class LeafStore:
+    """Context values that can be differentiated, and earlier repeated tokens as constants."""
+
+    def __init__(self, keys: Tensor, values: Tensor, earlier: Tensor, model: Model) -> None:
+        self.keys, self.values, self.tail = keys, values, {}
+        if len(earlier):
+            with torch.no_grad():
+                positions = torch.arange(60, 60 + len(earlier))
+                store = LeafStore(keys, values.detach(), earlier[:0], model)
+                model.decoder(input_ids=earlier[None], position_ids=positions[None], use_cache=False, kv_store=store)
+                self.tail = store.new
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        self.new[layer] = (key.detach(), value.detach())
+        earlier = self.tail.get(layer, (key[:, :0], value[:, :0]))
+        keys = torch.cat([self.keys[layer], earlier[0], key], 1).repeat_interleave(2, 0)
+        values = torch.cat([self.values[layer], earlier[1], value], 1).repeat_interleave(2, 0)
+        n, m = query.shape[1], keys.shape[1]
+        later = torch.arange(m) > torch.arange(m - n, m)[:, None]
+        logits = (query @ keys.transpose(1, 2) / 12**0.5).masked_fill(later, float("-inf"))
+        return logits.softmax(-1) @ values
+
+
+def test_kvzip_plus_is_kvzip_where_norms_are_equal(full: Prefill) -> None:
+    ones = torch.ones(4, 4, N_CONTEXT)
+    attention = torch.rand(4, 4, N_CONTEXT, generator=torch.Generator().manual_seed(0))
+    repeated = replace(
+        full,
+        observed={RepeatAttention(): attention, RepeatAttention(per_residual=True): attention, OutputNorms(2): ones},
+    )
+    assert torch.equal(KVzip().score(repeated), KVzip(plus=True).score(repeated))

@@ -38,8 +38,8 @@ from precis.families import Rotary
 from precis.fingerprint import FORMAT_VERSION
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), Int4())}
-_SEAL_BYTES = 32
-_ALIGN = 16
+SEAL_BYTES = 32
+ALIGN = 16
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,10 +91,20 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
     Raises:
         ValueError: if the codec cannot carry an entry.
     """
-    g, header = snapshot.geometry, snapshot.header
+    g = snapshot.geometry
     counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
     blobs = tuple(_pack_layer(snapshot, layer, counts[layer], codec, rotary) for layer in range(g.n_layers))
-    manifest = Manifest(
+    sums = [xxhash.xxh3_64_hexdigest(blob) for blob in blobs]
+    body = msgspec.json.encode(manifest_of(snapshot, codec, counts, [len(blob) for blob in blobs], sums))
+    return Packed(_seal(body, key) + body, blobs)
+
+
+def manifest_of(
+    snapshot: Snapshot, codec: Codec, counts: list[list[int]], sizes: list[int], sums: list[str]
+) -> Manifest:
+    """What a snapshot says of itself, given the lengths and sums of its blobs."""
+    g, header = snapshot.geometry, snapshot.header
+    return Manifest(
         version=FORMAT_VERSION,
         fingerprint=header.fingerprint,
         codec=codec.name,
@@ -106,11 +116,9 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
         n_sink=header.n_sink,
         policy=header.policy,
         counts=counts,
-        blob_bytes=[len(blob) for blob in blobs],
-        blob_sums=[xxhash.xxh3_64_hexdigest(blob) for blob in blobs],
+        blob_bytes=sizes,
+        blob_sums=sums,
     )
-    body = msgspec.json.encode(manifest)
-    return Packed(_seal(body, key) + body, blobs)
 
 
 def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec, rotary: Rotary) -> bytes:
@@ -118,7 +126,7 @@ def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec,
     positions = snapshot.positions[start:stop]
     heads = np.split(positions.cpu().numpy(), np.cumsum(counts)[:-1])
     coded = [position_codes.encode(head, snapshot.header.n_tokens) for head in heads]
-    layout = Layout(tuple(counts), _sinks(heads, snapshot.header.n_sink), snapshot.geometry.head_dim)
+    layout = Layout(tuple(counts), count_sinks(heads, snapshot.header.n_sink), snapshot.geometry.head_dim)
     keys = snapshot.keys[start:stop]
     if codec.pre_rope:
         keys = rotary.undo(layer, keys, positions)
@@ -128,22 +136,6 @@ def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec,
     return b"".join(pieces)
 
 
-def head_bytes(snapshot: Snapshot, codec: Codec) -> list[list[int]]:
-    """[L][K] bytes that each kv head's entries and positions take, without padding."""
-    g, n_tokens = snapshot.geometry, snapshot.header.n_tokens
-    sizes = []
-    for layer in range(g.n_layers):
-        row = []
-        for kv_head in range(g.n_kv_heads):
-            start, stop = snapshot.bounds(layer, kv_head)
-            head = snapshot.positions[start:stop].cpu().numpy()
-            layout = Layout((stop - start,), _sinks([head], snapshot.header.n_sink), g.head_dim)
-            parts = sum(prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values())
-            row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts)
-        sizes.append(row)
-    return sizes
-
-
 def open_manifest(sealed: bytes, key: bytes = b"") -> Manifest:
     """Check the seal and read the manifest.
 
@@ -151,7 +143,7 @@ def open_manifest(sealed: bytes, key: bytes = b"") -> Manifest:
         SnapshotCorrupt: if the seal does not fit, or a field is missing, unknown or of a wrong type.
         SnapshotStale: if it has another format version.
     """
-    seal, body = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+    seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
     if not hmac.compare_digest(seal, _seal(body, key)):
         raise SnapshotCorrupt("the snapshot's manifest does not match its seal")
     try:
@@ -239,10 +231,10 @@ def _unpack_layer(
         length = position_codes.size(mode, count, n_tokens)
         heads.append(position_codes.decode(mode, blob[at : at + length], count, n_tokens))
         at += length
-    layout = Layout(tuple(counts), _sinks(heads, manifest.n_sink), manifest.head_dim)
+    layout = Layout(tuple(counts), count_sinks(heads, manifest.n_sink), manifest.head_dim)
     codec = CODECS[manifest.codec]
     parts = {}
-    at += -at % _ALIGN
+    at += -at % ALIGN
     for name, shape in codec.shapes(layout).items():
         parts[name], at = _read_part(blob, at, shape, device)
     if at != len(blob):
@@ -262,10 +254,10 @@ def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tupl
     if n_bytes == 0:
         return torch.empty(sizes, dtype=dtype, device=device), at
     raw = np.frombuffer(blob, np.uint8, n_bytes, at).copy()
-    return torch.from_numpy(raw).view(dtype).reshape(sizes).to(device), at + n_bytes + -n_bytes % _ALIGN
+    return torch.from_numpy(raw).view(dtype).reshape(sizes).to(device), at + n_bytes + -n_bytes % ALIGN
 
 
-def _sinks(heads: Iterable[position_codes.Positions], n_sink: int) -> tuple[int, ...]:
+def count_sinks(heads: Iterable[position_codes.Positions], n_sink: int) -> tuple[int, ...]:
     return tuple(int(np.searchsorted(head, n_sink)) for head in heads)
 
 
@@ -276,7 +268,7 @@ def _to_bytes(part: Tensor) -> bytes:
 
 
 def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % _ALIGN)
+    return data + bytes(-len(data) % ALIGN)
 
 
 def _seal(body: bytes, key: bytes) -> bytes:

@@ -68,6 +68,10 @@ class BudgetTooSmall(RequestError):
     code = "budget_too_small"
 
 
+class BoundNotReached(RequestError):
+    code = "bound_not_reached"
+
+
 class UnsupportedModel(RequestError):
     code = "unsupported_model"
 

@@ -13,15 +13,32 @@ def budget_per_head(n_tokens: int, compression: Compression) -> int:
     return max(1, round(n_tokens * compression.keep_ratio))
 
 
-def protected_spans(n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of tokens that are always kept: sinks, the last window, and the caller's, clipped to the context."""
-    preset = PRESETS[compression.policy]
+def protected_spans(
+    n_tokens: int, policy: str, per_head: int, spans: Iterable[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Spans of tokens that are always kept: sinks, the last window, and the caller's, clipped to the context.
+
+    Args:
+        n_tokens: T.
+        policy: its name.
+        per_head: mean entries per kv head, of which some policies give a share to the last tokens.
+        spans: the caller's.
+    """
+    preset = PRESETS[policy]
     n_window = preset.n_window
     if preset.window_share:
-        n_window = max(0, int(preset.window_share * budget_per_head(n_tokens, compression)) - preset.n_sink)
+        n_window = max(0, int(preset.window_share * per_head) - preset.n_sink)
     every = [(0, preset.n_sink), (n_tokens - n_window, n_tokens), *spans]
     clipped = [(max(0, start), min(n_tokens, stop)) for start, stop in every]
     return [(start, stop) for start, stop in clipped if start < stop]
+
+
+def count_protected(n_tokens: int, policy: str, per_head: int, spans: Iterable[tuple[int, int]]) -> int:
+    """Tokens that are always kept."""
+    covered: set[int] = set()
+    for start, stop in protected_spans(n_tokens, policy, per_head, spans):
+        covered.update(range(start, stop))
+    return len(covered)
 
 
 def check_budget(n_tokens: int, compression: Compression, spans: Iterable[tuple[int, int]]) -> int:
@@ -31,15 +48,13 @@ def check_budget(n_tokens: int, compression: Compression, spans: Iterable[tuple[
         BudgetTooSmall: naming both numbers and the ratio that would do.
     """
     per_head = budget_per_head(n_tokens, compression)
-    covered: set[int] = set()
-    for start, stop in protected_spans(n_tokens, compression, spans):
-        covered.update(range(start, stop))
-    if len(covered) > per_head:
+    n_protected = count_protected(n_tokens, compression.policy, per_head, spans)
+    if n_protected > per_head:
         raise BudgetTooSmall(
-            f"keep_ratio {compression.keep_ratio:g} keeps {per_head} of {n_tokens} tokens per head, but {len(covered)} "
+            f"keep_ratio {compression.keep_ratio:g} keeps {per_head} of {n_tokens} tokens per head, but {n_protected} "
             f"are always kept (first and last tokens, template): use a keep_ratio of at least "
-            f"{min(1.0, (len(covered) + 1) / n_tokens):.2f}, or the policy full",
+            f"{min(1.0, (n_protected + 1) / n_tokens):.2f}, or the policy full",
             n_tokens=n_tokens,
-            n_protected=len(covered),
+            n_protected=n_protected,
         )
     return per_head

@@ -65,6 +65,9 @@ def put(
     policy: Annotated[str | None, typer.Option(help=", ".join(PRESETS))] = None,
     keep_ratio: Annotated[float | None, typer.Option(help="share of entries kept")] = None,
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="keep as much as fits into so many bytes")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="keep as little as this divergence allows, in nats")] = None,
+    probe: Annotated[list[str] | None, typer.Option(help="a representative question; may be repeated")] = None,
     name: Annotated[str | None, typer.Option(help="a name to remember it by")] = None,
     instructions: Annotated[str | None, typer.Option(help="system message before the document")] = None,
     ttl_s: Annotated[int | None, typer.Option(help="seconds to live")] = None,
@@ -74,7 +77,14 @@ def put(
 ) -> None:
     """Upload a document and wait until it can be asked."""
     client = Client(url)
-    how = {"policy": policy, "keep_ratio": keep_ratio, "codec": codec}
+    how = {
+        "policy": policy,
+        "keep_ratio": keep_ratio,
+        "codec": codec,
+        "max_bytes": max_bytes,
+        "max_kl": max_kl,
+        "probes": probe or None,
+    }
     body: dict[str, Any] = {
         "text": _read(file),
         "name": name if name is not None else ("" if file == "-" else Path(file).name),

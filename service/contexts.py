@@ -94,7 +94,14 @@ async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes
         EmptyDocument, ContextTooLong, BudgetTooSmall, InvalidRequest, ModelNotFound: whichever it is.
     """
     compression = wanted.compression
-    how = resolve(compression.policy or state.settings.default_policy, compression.keep_ratio, compression.codec)
+    how = resolve(
+        compression.policy or state.settings.default_policy,
+        compression.keep_ratio,
+        compression.codec,
+        max_bytes=compression.max_bytes,
+        max_kl=compression.max_kl,
+        probes=compression.probes,
+    )
     messages = _messages(wanted)
     card = await state.fleet.card(wanted.model)
     prompter = await state.fleet.prompter(card)

@@ -21,6 +21,7 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.InvalidRequest: 422,
     errors.EmptyDocument: 422,
     errors.BudgetTooSmall: 422,
+    errors.BoundNotReached: 422,
     errors.UnsupportedModel: 422,
     errors.ModelNotFound: 404,
     errors.ContextNotFound: 404,

@@ -45,6 +45,9 @@ class CompressionIn(Strict):
     policy: str | None = None
     keep_ratio: float | None = Field(None, description="share of entries kept, above 0 and at most 1")
     codec: str | None = None
+    max_bytes: int | None = Field(None, description="keep as much as fits into so many stored bytes")
+    max_kl: float | None = Field(None, description="keep as little as this divergence allows, nats per token")
+    probes: list[str] = Field(default_factory=list, description="representative questions, for policies that ask them")
 
 
 class ContextIn(Strict):
@@ -201,7 +204,7 @@ def context_out(record: ContextRecord) -> dict[str, Any]:
         "progress": {"processed": record.processed, "total": record.n_tokens},
         "model": record.model,
         "fingerprint": record.fingerprint,
-        "policy": record.compression.parameters(),
+        "policy": _policy_out(record),
         "template": record.template,
         "name": record.name,
         "metadata": record.metadata,
@@ -214,6 +217,7 @@ def context_out(record: ContextRecord) -> dict[str, Any]:
             "raw_bytes": record.raw_bytes,
             "stored_bytes": 0 if gone else record.stored_bytes,
             "ratio": ratio,
+            "kept_ratio": _kept_ratio(record),
             "tier": None if gone or record.status != "ready" else "redis",
         },
         "fidelity": None
@@ -222,3 +226,19 @@ def context_out(record: ContextRecord) -> dict[str, Any]:
         "timings": record.timings,
         "error": None if record.error is None else {"code": record.error.code, "detail": record.error.detail},
     }
+
+
+def _policy_out(record: ContextRecord) -> dict[str, Any]:
+    """The policy as it was asked for; questions in words."""
+    found: dict[str, Any] = dict(record.compression.parameters())
+    if record.compression.probes:
+        found["probes"] = list(record.compression.probes)
+    return found
+
+
+def _kept_ratio(record: ContextRecord) -> float | None:
+    """Share of all entries that the snapshot holds, which a bound or the method may have found; None until ready."""
+    if not record.head_counts:
+        return None
+    heads = [count for layer in record.head_counts for count in layer]
+    return round(sum(heads) / (len(heads) * record.n_tokens), 4)

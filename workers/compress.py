@@ -11,11 +11,12 @@ import numpy as np
 import redis
 import torch
 
-from precis.container import CODECS, head_bytes
+from precis.container import CODECS
 from precis.core import Snapshot
 from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
 from precis.full_cache import Between
 from precis.pipeline import Compressed, compress, document_of
+from precis.sizes import head_bytes
 from precis.text import ContextPart
 from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
 from workers import metrics
@@ -25,7 +26,7 @@ from workers.records import Records
 from workers.snapshots import SnapshotStore
 
 _PROGRESS_S = 0.25
-_STATUS_OF_STAGE = {"prefill": "prefilling", "score": "compressing", "encode": "compressing"}
+_STATUS_OF_STAGE = {"prefill": "prefilling", "score": "compressing", "search": "compressing", "encode": "compressing"}
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Compressor:
         self.publish(record, made)
         stored_at = time.monotonic()
         began = progress.began
-        scoring = began.get("score", began["encode"])
+        scoring = next(began[stage] for stage in ("score", "search", "encode") if stage in began)
         timings = {
             "queue_ms": max(0.0, (time.time() - record.created_at - (stored_at - started)) * 1000),
             "prefill_ms": (scoring - began["prefill"]) * 1000,
@@ -117,7 +118,7 @@ class Compressor:
             return compress(
                 served.model,
                 served.rotary,
-                document_of(served.prompter, part),
+                document_of(served.prompter, part, record.compression.probes),
                 record.compression,
                 self.seal_key,
                 between,

@@ -51,5 +51,7 @@ class Pyramid:
         first = 2 * mean - last
         if first > most:
             first, last = float(most), 2.0 * mean - most
+        if n_layers == 1:
+            first = last = float(mean)
         wanted = torch.linspace(first, last, n_layers, dtype=torch.float64)
         return (shared_out(wanted, mean * n_layers) + n_protected).to(scores.device)[:, None].expand(-1, n_kv_heads)

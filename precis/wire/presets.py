@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import msgspec
 
 from precis.errors import InvalidRequest
 
 CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
 CODEC_NAMES = tuple(CODEC_BITS)
+MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
 DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip", 0.25, "int4"
 
 
@@ -22,6 +26,7 @@ class Preset(msgspec.Struct, frozen=True):
         n_window: last tokens that every head keeps.
         window_share: share of the budget that goes to the last tokens instead, counting sinks (SAGE-KV).
         evicts: False for `full`.
+        probes: whether it asks representative questions, which then have to be given.
         finds_budget: the kept share is the method's own, and `keep_ratio` only its ceiling, 1 by default.
         summary: one line for people.
     """
@@ -32,6 +37,7 @@ class Preset(msgspec.Struct, frozen=True):
     window_share: float = 0.0
     evicts: bool = True
     finds_budget: bool = False
+    probes: bool = False
 
 
 PRESETS: dict[str, Preset] = {
@@ -67,28 +73,64 @@ PRESETS: dict[str, Preset] = {
     "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)"),
     "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
     "fisher": Preset("keeps values by their Fisher information while the document is repeated"),
-    "probes": Preset("keeps what given questions, and answers to them, look at"),
-    "kvzip-probes": Preset("KVzip, and what given questions look at"),
+    "probes": Preset("keeps what given questions, and answers to them, look at", probes=True),
+    "kvzip-probes": Preset("KVzip, and what given questions look at", probes=True),
 }
 
 
 class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a context is compressed, fully resolved: the `policy` part of a fingerprint."""
+    """How a context is compressed, fully resolved: the `policy` part of a fingerprint.
+
+    Attributes:
+        keep_ratio: share of entries kept; the ceiling where another bound decides.
+        max_bytes: keep as much as fits into so many stored bytes, or None.
+        max_kl: keep as little as measured fidelity allows, in nats per token, or None.
+        probes: representative questions.
+    """
 
     policy: str = DEFAULT_POLICY
     keep_ratio: float = DEFAULT_KEEP_RATIO
     codec: str = DEFAULT_CODEC
+    max_bytes: int | None = None
+    max_kl: float | None = None
+    probes: tuple[str, ...] = ()
+
+    @property
+    def searches(self) -> bool:
+        """Whether the kept share is searched for."""
+        return self.max_bytes is not None or self.max_kl is not None
 
     def estimated_bytes(self, raw_bytes: int) -> int:
         """About what a cache of `raw_bytes` in 16 bits will take in the store."""
-        return int(raw_bytes * self.keep_ratio * CODEC_BITS[self.codec] / 16)
+        ratio = DEFAULT_KEEP_RATIO if self.max_kl is not None else self.keep_ratio
+        estimate = int(raw_bytes * ratio * CODEC_BITS[self.codec] / 16)
+        return estimate if self.max_bytes is None else min(estimate, self.max_bytes)
 
     def parameters(self) -> dict[str, str | int | float]:
         """As stored in the snapshot's header and hashed into the fingerprint."""
-        return {"policy": self.policy, "keep_ratio": self.keep_ratio, "codec": self.codec}
+        found: dict[str, str | int | float] = {
+            "policy": self.policy,
+            "keep_ratio": self.keep_ratio,
+            "codec": self.codec,
+        }
+        if self.max_bytes is not None:
+            found["max_bytes"] = self.max_bytes
+        if self.max_kl is not None:
+            found["max_kl"] = self.max_kl
+        if self.probes:
+            found["probes"] = hashlib.sha256(msgspec.json.encode(self.probes)).hexdigest()
+        return found
 
 
-def resolve(policy: str | None, keep_ratio: float | None, codec: str | None) -> Compression:
+def resolve(
+    policy: str | None = None,
+    keep_ratio: float | None = None,
+    codec: str | None = None,
+    *,
+    max_bytes: int | None = None,
+    max_kl: float | None = None,
+    probes: Sequence[str] = (),
+) -> Compression:
     """Fill in defaults and check.
 
     Raises:
@@ -100,14 +142,30 @@ def resolve(policy: str | None, keep_ratio: float | None, codec: str | None) -> 
     codec = codec or DEFAULT_CODEC
     if codec not in CODEC_NAMES:
         raise InvalidRequest(f"there is no codec {codec!r}; choose one of {', '.join(CODEC_NAMES)}")
-    if not PRESETS[policy].evicts:
-        if keep_ratio not in (None, 1.0):
-            raise InvalidRequest(
-                f"the policy {policy} keeps everything: leave keep_ratio out, or choose another policy"
-            )
-        keep_ratio = 1.0
+    preset = PRESETS[policy]
+    bounds = {"keep_ratio": keep_ratio, "max_bytes": max_bytes, "max_kl": max_kl}
+    given = [name for name, value in bounds.items() if value is not None]
+    if not preset.evicts and (max_bytes, max_kl, keep_ratio or 1.0) != (None, None, 1.0):
+        raise InvalidRequest(f"the policy {policy} keeps everything: leave {given[0]} out, or choose another policy")
+    if len(given) > 1:
+        raise InvalidRequest(f"give one of keep_ratio, max_bytes and max_kl, not {' and '.join(given)}")
     if keep_ratio is None:
-        keep_ratio = 1.0 if PRESETS[policy].finds_budget else DEFAULT_KEEP_RATIO
+        keep_ratio = DEFAULT_KEEP_RATIO if preset.evicts and not preset.finds_budget and not given else 1.0
     if not 0 < keep_ratio <= 1:
         raise InvalidRequest(f"keep_ratio is the share of entries kept, above 0 and at most 1, not {keep_ratio}")
-    return Compression(policy, float(keep_ratio), codec)
+    if max_bytes is not None and max_bytes <= 0:
+        raise InvalidRequest(f"max_bytes is the size of the stored snapshot, above 0, not {max_bytes}")
+    if max_kl is not None and not 0 < max_kl < float("inf"):
+        raise InvalidRequest(f"max_kl is a divergence in nats per token, above 0, not {max_kl}")
+    _check_probes(policy, probes)
+    return Compression(policy, float(keep_ratio), codec, max_bytes, max_kl, tuple(probes))
+
+
+def _check_probes(policy: str, probes: Sequence[str]) -> None:
+    if PRESETS[policy].probes and not probes:
+        raise InvalidRequest(f"the policy {policy} needs probes: representative questions about the document")
+    if probes and not PRESETS[policy].probes:
+        users = [name for name, preset in PRESETS.items() if preset.probes]
+        raise InvalidRequest(f"the policy {policy} asks no probes; {' and '.join(users)} do")
+    if len(probes) > MAX_PROBES or any(not 0 < len(probe.strip()) <= MAX_PROBE_LENGTH for probe in probes):
+        raise InvalidRequest(f"probes are up to {MAX_PROBES} questions of 1 to {MAX_PROBE_LENGTH} characters")

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precis.container import CODECS, Manifest, Packed, check_manifest, head_bytes, open_manifest, pack, unpack
+from precis.container import CODECS, Manifest, Packed, check_manifest, open_manifest, pack, unpack
 from precis.core import Snapshot
 from precis.errors import SnapshotCorrupt, SnapshotError, SnapshotStale
 from precis.families import Model, Rotary, weight_digest
 from precis.pipeline import answer, compress, load
 from precis.sampling import Sampler
+from precis.sizes import head_bytes, packed_bytes
 from precis.wire.presets import resolve
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
 
@@ -70,6 +71,13 @@ def test_the_same_document_gives_the_same_bytes_twice(model: Model, rotary: Rota
     how = resolve("kvzip", 0.3, "int4")
     one, other = (compress(model, rotary, document(tokens(N_CONTEXT)), how).packed for _ in range(2))
     assert one == other
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sizes_are_told_without_encoding(snapshot: Snapshot, codec: str) -> None:
+    told = packed_bytes(snapshot, CODECS[codec])
+    true = pack(snapshot, CODECS[codec], Rotary(attached(), 512)).n_bytes
+    assert abs(told - true) <= 4 * snapshot.geometry.n_layers  # digits of the blobs' lengths
 
 
 def test_head_bytes_add_up_to_the_blobs_but_for_padding(snapshot: Snapshot, packed: Packed) -> None:

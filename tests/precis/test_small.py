@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from precis import errors
 from precis.fingerprint import digest, of_context
-from precis.protection import check_budget, protected_spans
+from precis.protection import budget_per_head, check_budget, protected_spans
 from precis.sampling import Sampler
 from precis.wire.presets import Compression, resolve
 
@@ -68,14 +70,14 @@ def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
 
 def test_protected_spans_are_clipped_and_counted_once() -> None:
     how = Compression("snapkv", 0.5, "int4")
-    assert protected_spans(10, how, [(8, 20), (3, 3)]) == [(0, 4), (0, 10), (8, 10)]
+    assert protected_spans(10, how.policy, budget_per_head(10, how), [(8, 20), (3, 3)]) == [(0, 4), (0, 10), (8, 10)]
     with pytest.raises(errors.BudgetTooSmall, match=r"at least 1\.00"):
         check_budget(10, how, [])
     assert check_budget(200, how, []) == 100
 
 
 def test_a_share_of_sage_is_recent() -> None:
-    assert (150 - 26, 150) in protected_spans(150, Compression("sage", 0.4, "int4"), [])
+    assert (150 - 26, 150) in protected_spans(150, "sage", 60, [])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_a_share_of_sage_is_recent() -> None:
         (None, 1.5, None, "at most 1"),
         (None, None, "zip", "int4"),
         ("full", 0.5, None, "keeps everything"),
+        ("probes", None, None, "needs probes"),
     ],
 )
 def test_bad_settings_are_refused_with_what_is_allowed(
@@ -93,6 +96,38 @@ def test_bad_settings_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(errors.InvalidRequest, match=words):
         resolve(policy, ratio, codec)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"keep_ratio": 0.5, "max_bytes": 10}, "one of keep_ratio, max_bytes and max_kl"),
+        ({"max_bytes": 10, "max_kl": 0.1}, "not max_bytes and max_kl"),
+        ({"max_bytes": 0}, "above 0"),
+        ({"max_kl": 0.0}, "above 0"),
+        ({"max_kl": float("nan")}, "above 0"),
+        ({"policy": "full", "max_kl": 0.1}, "keeps everything: leave max_kl out"),
+        ({"probes": ["Who?"]}, "asks no probes; probes and kvzip-probes do"),
+        ({"policy": "probes", "probes": [" "]}, "1 to 2000 characters"),
+        ({"policy": "probes", "probes": ["Who?"] * 33}, "up to 32"),
+    ],
+)
+def test_bounds_and_probes_are_checked(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=words):
+        resolve(**given)
+
+
+def test_bounds_and_probes_are_part_of_what_a_snapshot_is() -> None:
+    kinds = [
+        resolve("kvzip-probes", probes=["Who?"]),
+        resolve("kvzip-probes", probes=["Who", "?"]),
+        resolve("kvzip-probes", probes=["Who?"], max_kl=0.1),
+        resolve("kvzip-probes", probes=["Who?"], max_bytes=10_000),
+    ]
+    assert len({of_context("m", b"\x01\x00\x00\x00", how.parameters()) for how in kinds}) == 4
+    assert resolve("corm").keep_ratio == 1.0  # the method finds its budget
+    assert resolve(max_kl=0.1).keep_ratio == 1.0
+    assert resolve(max_bytes=5000).estimated_bytes(1_000_000) == 5000
 
 
 def test_defaults_are_kvzip_at_a_quarter_in_int4() -> None:

@@ -1,0 +1,43 @@
+"""How many bytes a snapshot takes in a codec, told without encoding it."""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+from precis import positions as position_codes
+from precis.codecs import Codec, Layout
+from precis.container import ALIGN, SEAL_BYTES, count_sinks, manifest_of
+from precis.core import Snapshot
+
+
+def packed_bytes(snapshot: Snapshot, codec: Codec) -> int:
+    """Bytes that `pack` would give, without encoding a number; the manifest's to within a few digits."""
+    g, header = snapshot.geometry, snapshot.header
+    counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
+    blobs = 0
+    for layer in range(g.n_layers):
+        heads = [snapshot.positions[slice(*snapshot.bounds(layer, head))].cpu().numpy() for head in range(g.n_kv_heads)]
+        coded = sum(1 + len(position_codes.encode(head, header.n_tokens)[1]) for head in heads)
+        layout = Layout(tuple(counts[layer]), count_sinks(heads, header.n_sink), g.head_dim)
+        parts = [prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values()]
+        blobs += sum(size + -size % ALIGN for size in [coded, *parts])
+    manifest = manifest_of(snapshot, codec, counts, [blobs // g.n_layers] * g.n_layers, ["0" * 16] * g.n_layers)
+    return blobs + SEAL_BYTES + len(msgspec.json.encode(manifest))
+
+
+def head_bytes(snapshot: Snapshot, codec: Codec) -> list[list[int]]:
+    """[L][K] bytes that each kv head's entries and positions take, without padding."""
+    g, n_tokens = snapshot.geometry, snapshot.header.n_tokens
+    sizes = []
+    for layer in range(g.n_layers):
+        row = []
+        for kv_head in range(g.n_kv_heads):
+            start, stop = snapshot.bounds(layer, kv_head)
+            head = snapshot.positions[start:stop].cpu().numpy()
+            layout = Layout((stop - start,), count_sinks([head], snapshot.header.n_sink), g.head_dim)
+            parts = sum(prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values())
+            row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts)
+        sizes.append(row)
+    return sizes

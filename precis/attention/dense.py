@@ -124,12 +124,18 @@ def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depend
         )
         paid = torch.bmm(weights.to(value.dtype).flatten(1, 2), value[:, :seen])
         out[:, start:stop] = paid.view(query.shape[0], stop - start, -1)
-        _raise(maxima, weights, None if maxima.row_weights is None else maxima.row_weights[start:stop])
+        raise_maxima(maxima, weights, None if maxima.row_weights is None else maxima.row_weights[start:stop])
     return out
 
 
-def _raise(maxima: Maxima, weights: Tensor, row_weights: Tensor | None) -> None:
-    """weights [K, G, r, m] of a softmax over everything; changed in place."""
+def raise_maxima(maxima: Maxima, weights: Tensor, row_weights: Tensor | None) -> None:
+    """Raise `maxima.best` to the attention that some rows paid.
+
+    Args:
+        maxima: what to record.
+        weights: [K, G, r, m] of a softmax over everything; changed in place.
+        row_weights: [r] of these rows, or None.
+    """
     (start, stop), n_first = maxima.chunk, min(maxima.n_first, maxima.chunk[0])
     inside = weights[..., start:stop]
     if (start, stop) != (0, maxima.n_context):  # the softmax over fewer entries is the same one, divided by their sum

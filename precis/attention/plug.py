@@ -50,6 +50,6 @@ def attach(hf: Any) -> Model:
     """
     geometry, decoder, attentions = inspect_model(hf)
     digest = weight_digest(hf)
-    hf.eval()
+    hf.eval().requires_grad_(False)
     hf.set_attn_implementation(ATTENTION_NAME)
     return Model(hf=hf, decoder=decoder, attentions=attentions, geometry=geometry, digest=digest)

@@ -1,33 +1,38 @@
-"""How much the model's predictions would change if a value changed: the Fisher information of cached values.
+"""How much the model's predictions would change if a cached value changed, and what attention it was paid.
 
 While the model repeats its context, a token is sampled from each prediction and its log-probability is differentiated;
 the mean square of that gradient with respect to a cached value is its Fisher information. The gradient of a value is
-the attention-weighted sum of the gradients of the attention outputs, so only those pass through autograd.
+the attention-weighted sum of the gradients of the attention outputs. The backward pass of attention is spelled out
+here, so that one recomputation of the weights serves it, the Fisher information and the maxima of KVzip alike, and so
+that nothing of the size of the cache is saved per layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from precis.attention.dense import attention_weights, causal_attention
+from precis.attention.dense import Maxima, attention_weights, causal_attention, raise_maxima
 from precis.core import Geometry, Prefill
+from precis.errors import UnsupportedModel
 from precis.families import Model
 from precis.observations import Afterwards, Reading
-from precis.observations.repeat import CHUNK, repetitions
+from precis.observations.repeat import CHUNK, SINKS, repetitions
 
-FORWARD = 256
-"""Tokens per forward and backward: bounds the memory for activations."""
+FORWARD = 256  # tokens per forward and backward: bounds the memory for activations
+_LOGITS = 1 << 21  # attention weights per block of the backward pass
 
 
 @dataclass(frozen=True, slots=True)
-class ValueFisher:
-    """Mean squared gradient of sampled log-probabilities with respect to each value: [L, K, T] float32.
+class RepeatGradients:
+    """Attention maxima and value Fisher information of a repetition: [L, H + K, T] float32.
 
-    0 outside of the document's body. Costs a forward, its recomputation and a backward over the repeated document.
+    The first H rows are those of `RepeatAttention`, the last K rows the mean squared gradient of sampled
+    log-probabilities with respect to each value. 0 outside of the document's body, and in layers that do not evict.
+    Costs a forward and a backward over the repeated document, without gradients of weights.
 
     Attributes:
         seed: of the sampling.
@@ -44,35 +49,36 @@ class ValueFisher:
 
 @dataclass(slots=True)
 class _Observer(Afterwards):
-    what: ValueFisher
+    what: RepeatGradients
 
     def finish(self, reading: Reading) -> Tensor:
         full, g = reading.full, reading.full.geometry
-        fisher = torch.zeros(g.n_layers, g.n_kv_heads, full.n_tokens, device=full.keys.device)
+        found = torch.zeros(g.n_layers, g.n_heads + g.n_kv_heads, full.n_tokens, device=full.keys.device)
         generator = torch.Generator(full.keys.device).manual_seed(self.what.seed)
         start, stop = reading.document.body
         n_rows = 0
         for at, last, said in repetitions(reading.document, g, self.what.chunk):
-            store = _GradientStore(full, fisher)
+            store = _GradientStore(full, (at, last), found)
             for offset in range(0, said.shape[0], FORWARD):
                 reading.between("score", at - start + min(offset, last - at), stop - start)
                 part = said[offset : offset + FORWARD]
                 store.run(reading.model, part, offset, generator)
                 n_rows += part.shape[0]
         reading.between("score", stop - start, stop - start)
-        fisher[..., :start] = 0
-        fisher[..., stop:] = 0
-        return fisher / max(1, n_rows)
+        found[:, g.n_heads :, :start] = 0
+        found[:, g.n_heads :, stop:] = 0
+        found[:, g.n_heads :] /= max(1, n_rows)
+        return found
 
 
 @dataclass(slots=True)
 class _GradientStore:
-    """As an overlay, but its attention can be differentiated, and gradients of outputs become those of values."""
+    """As an overlay, but attention can be differentiated with respect to the new tokens, and notes what it finds."""
 
     full: Prefill
-    fisher: Tensor
+    chunk: tuple[int, int]
+    found: Tensor
     tail: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self, model: Model, token_ids: Tensor, offset: int, generator: torch.Generator) -> None:
         """Forward and backward of some tokens; the earlier ones of the chunk are constants."""
@@ -88,50 +94,87 @@ class _GradientStore:
             logs = model.hf.get_output_embeddings()(out.last_hidden_state[0]).float().log_softmax(-1)
             sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
             logs.gather(1, sampled).sum().backward()
-        for layer, (key, value) in self.new.items():
-            before = self.tail.get(layer)
-            if before is not None:
-                key, value = torch.cat([before[0], key], 1), torch.cat([before[1], value], 1)
-            self.tail[layer] = (key, value)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        g = self.full.geometry
-        self.new[layer] = (key.detach(), value.detach())
-        before = self.tail.get(layer)
-        keys = [self.full.keys[layer], *([before[0]] if before else []), key]
-        values = [self.full.values[layer], *([before[1]] if before else []), value]
+        """Append k and v to the tail, attend over cache and tail."""
+        if sinks is not None:
+            raise UnsupportedModel("Fisher scores of a model with attention sinks are not supported: use kvzip")
+        before = self.tail.get(layer, (key[:, :0].detach(), value[:, :0].detach()))
+        self.tail[layer] = (torch.cat([before[0], key.detach()], 1), torch.cat([before[1], value.detach()], 1))
+        out: Tensor = _Attention.apply(query, key, value, self, layer)  # type: ignore[no-untyped-call]
+        return out
 
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return causal_attention(
-                query,
-                torch.cat([*keys[:-1], key], 1),
-                torch.cat([*values[:-1], value], 1),
+    def whole(self, layer: int, n_tail: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, m, D] of the cache and the first `n_tail` tokens of the tail."""
+        keys, values = self.tail[layer]
+        return (
+            torch.cat([self.full.keys[layer], keys[:, :n_tail]], 1),
+            torch.cat([self.full.values[layer], values[:, :n_tail]], 1),
+        )
+
+    def note(self, layer: int, weights: Tensor, of_values: Tensor | None) -> None:
+        """Take weights [K, G, r, m], which are changed, or the gradient [K, T, D] of one forward's values."""
+        n_heads = self.full.geometry.n_heads
+        if of_values is not None:
+            self.found[layer, n_heads:] += of_values.square().sum(-1)
+            return
+        best = self.found[layer, :n_heads, self.chunk[0] : self.chunk[1]]
+        raise_maxima(Maxima(self.chunk, SINKS, self.full.n_tokens, best), weights, None)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of new tokens over cache and tail. Only queries, and the new tokens' keys and values, get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, _key: Tensor, _value: Tensor, store: _GradientStore, layer: int) -> Tensor:
+        g = store.full.geometry
+        n_tail = store.tail[layer][0].shape[1]
+        keys, values = store.whole(layer, n_tail)
+        out = causal_attention(
+            query, keys, values, scaling=g.scaling[layer], softcap=g.softcap[layer], window=g.windows[layer]
+        )
+        ctx.save_for_backward(query, out)
+        ctx.store, ctx.layer, ctx.n_tail = store, layer, n_tail
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, out = ctx.saved_tensors
+        store, layer = ctx.store, ctx.layer
+        g, n_tokens = store.full.geometry, store.full.n_tokens
+        keys, values = (part.float() for part in store.whole(layer, ctx.n_tail))
+        n_kv_heads, m, dim = keys.shape
+        n, size = query.shape[1], max(16, _LOGITS // (g.n_heads * m))
+        positions = torch.arange(m, device=keys.device)
+        of_query = torch.zeros_like(query, dtype=torch.float32)
+        of_keys, of_values = torch.zeros_like(keys[:, -n:]), torch.zeros_like(values)
+        notes = g.evicts(layer, n_tokens)
+        for start in range(0, n, size):
+            stop = min(n, start + size)
+            rows = query[:, start:stop]
+            weights = attention_weights(
+                rows,
+                keys,
+                positions[m - n + start : m - n + stop, None],
+                positions[None],
                 scaling=g.scaling[layer],
                 softcap=g.softcap[layer],
                 window=g.windows[layer],
-                sinks=sinks,
             )
-
-        out: Tensor = checkpoint(run, query, key, value, use_reentrant=False)
-        if g.evicts(layer, self.full.n_tokens):
-            seen = torch.cat([*keys[:-1], key.detach()], 1)
-            out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._add(layer, query.detach(), seen, gradient)
-            )
-        return out
-
-    def _add(self, layer: int, query: Tensor, keys: Tensor, gradient: Tensor) -> None:
-        g, n_tokens = self.full.geometry, self.full.n_tokens
-        positions = torch.arange(keys.shape[1], device=keys.device)
-        weights = attention_weights(
-            query,
-            keys,
-            positions[-query.shape[1] :, None],
-            positions[None],
-            scaling=g.scaling[layer],
-            softcap=g.softcap[layer],
-            window=g.windows[layer],
-        )[..., :n_tokens]
-        rows = gradient.float().reshape(g.n_kv_heads, -1, g.head_dim)
-        of_values = weights.reshape(g.n_kv_heads, -1, n_tokens).transpose(1, 2) @ rows
-        self.fisher[layer] += of_values.square().sum(-1)
+            flat = weights.flatten(1, 2)
+            gradient = gradients[0][:, start:stop].float().reshape(n_kv_heads, -1, dim)
+            of_values += flat.transpose(1, 2) @ gradient
+            along = (gradient * out[:, start:stop].float().reshape(gradient.shape)).sum(-1, keepdim=True)
+            of_logits = (gradient @ values.transpose(1, 2)).sub_(along).mul_(flat)
+            grouped = rows.float().reshape(n_kv_heads, -1, dim)
+            if g.softcap[layer] is not None:  # d/dx of c tanh(x / c) is 1 - tanh(x / c)^2
+                logits = (grouped @ keys.transpose(1, 2)).mul_(g.scaling[layer] / g.softcap[layer])
+                of_logits.mul_(1 - torch.tanh(logits).square())
+            of_query[:, start:stop] = (of_logits @ keys).mul_(g.scaling[layer]).view(rows.shape)
+            of_keys += (of_logits[..., -n:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
+            if notes:
+                store.note(layer, weights, None)
+        if notes:
+            store.note(layer, weights, of_values[:, :n_tokens])
+        dtype = query.dtype
+        return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None

@@ -1,8 +1,10 @@
 """Fisher: keep the values whose loss would change the model's predictions most while it repeats the document.
 
 Not from a paper. To second order, replacing a value v by the mean value m changes the predictions by about
-|v - m|^2 times the value's Fisher information. kvpress' KVGradPress is a relative: it weights repeat attention with
-output norms and with the gradient of the hidden state's norm.
+|v - m|^2 times the value's Fisher information. That is blind where the model is sure of what it copies, since the
+gradient vanishes there; KVzip's attention is not. `attention_share` mixes both by a weighted geometric mean, in which
+the Fisher part counts by its square root, as attention does. kvpress' KVGradPress is a relative: it weights repeat
+attention with output norms and with the gradient of the hidden state's norm.
 """
 
 from __future__ import annotations
@@ -13,32 +15,40 @@ import torch
 from torch import Tensor
 
 from precis.core import Prefill
-from precis.observations.fisher import ValueFisher
+from precis.observations.fisher import RepeatGradients
 from precis.scorers import Comparable, Kind, Needs
 
 
 @dataclass(frozen=True, slots=True)
 class Fisher:
-    """Score a token by its value's Fisher information times its squared distance from the head's mean value."""
+    """Score a token by its value's Fisher information times its squared distance from the head's mean value.
 
+    Attributes:
+        attention_share: weight of KVzip's score in the geometric mean, in [0, 1].
+    """
+
+    attention_share: float = 0.0
     comparable: Comparable = "global"
     kind: Kind = "weighted"
 
     @property
     def needs(self) -> Needs:
-        return frozenset({ValueFisher()})
+        return frozenset({RepeatGradients()})
 
     def score(self, prefill: Prefill) -> Tensor:
         """Rank every context token for every kv head.
 
         Args:
-            prefill: value Fisher [L, K, T].
+            prefill: repeat gradients [L, H + K, T].
 
         Returns:
             [L, K, T] float32, comparable across heads and layers; 0 outside of the document's body.
         """
+        g, found = prefill.geometry, prefill.seen(RepeatGradients())
         distances = []
         for values in prefill.values:
             centred = values.float() - values.float().mean(1, keepdim=True)
             distances.append(centred.square().sum(-1))
-        return prefill.seen(ValueFisher()) * torch.stack(distances)
+        damage = (found[:, g.n_heads :] * torch.stack(distances)).sqrt()
+        attention = g.grouped(found[:, : g.n_heads]).amax(2)
+        return attention**self.attention_share * damage ** (1 - self.attention_share)

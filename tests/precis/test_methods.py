@@ -13,7 +13,7 @@ from precis.core import Prefill
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.observations.columns import ColumnSums
-from precis.observations.fisher import ValueFisher
+from precis.observations.fisher import RepeatGradients
 from precis.observations.norms import OutputNorms
 from precis.observations.probes import ProbeAttention
 from precis.observations.repeat import RepeatAttention, repetitions
@@ -185,12 +185,19 @@ def test_several_probes_are_as_the_best_of_each_alone() -> None:
     assert not bool(nothing.any())
 
 
-def test_value_fisher_equals_gradients_through_the_whole_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_repeat_gradients_equal_autograd_through_the_whole_cache(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
     """The reference differentiates plain attention over a cache whose values are leaves, one forward per step."""
     model, token_ids = attached(), tokens(60)
+    model = replace(model, geometry=replace(model.geometry, softcap=(softcap,) * 4))
     monkeypatch.setattr("precis.observations.fisher.FORWARD", 25)
+    monkeypatch.setattr("precis.observations.fisher._LOGITS", 1)
     asked = document(token_ids)
-    full = prefill(model, Rotary(model, 512), asked, [ValueFisher(seed=3)])
+    full = prefill(model, Rotary(model, 512), asked, [RepeatGradients(seed=3), RepeatAttention()])
+    found = full.seen(RepeatGradients(seed=3))
+    torch.testing.assert_close(found[:, :4], full.seen(RepeatAttention()), atol=1e-6, rtol=1e-4)
     ((at, stop, said),) = list(repetitions(asked, model.geometry))
     assert (at, stop) == (0, 60)
     generator = torch.Generator().manual_seed(3)
@@ -199,17 +206,13 @@ def test_value_fisher_equals_gradients_through_the_whole_cache(monkeypatch: pyte
     for start in range(0, len(said), 25):
         part = said[start : start + 25]
         store = LeafStore(full.keys, leaves, said[:start], model)
-        logits = model.hf(
-            input_ids=part[None],
-            position_ids=torch.arange(60 + start, 60 + start + len(part))[None],
-            use_cache=False,
-            kv_store=store,
-        ).logits[0]
-        logs = logits.log_softmax(-1)
+        positions = torch.arange(60 + start, 60 + start + len(part))[None]
+        out = model.hf(input_ids=part[None], position_ids=positions, use_cache=False, kv_store=store)
+        logs = out.logits[0].log_softmax(-1)
         sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
         (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
         expected += gradient.square().sum(-1)
-    torch.testing.assert_close(full.seen(ValueFisher(seed=3)), expected / len(said), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(found[:, 4:], expected / len(said), rtol=1e-3, atol=1e-9)
 
 
 class LeafStore:
@@ -217,6 +220,7 @@ class LeafStore:
 
     def __init__(self, keys: Tensor, values: Tensor, earlier: Tensor, model: Model) -> None:
         self.keys, self.values, self.tail = keys, values, {}
+        self.softcap, self.model = model.geometry.softcap[0], model
         if len(earlier):
             with torch.no_grad():
                 positions = torch.arange(60, 60 + len(earlier))
@@ -232,8 +236,10 @@ class LeafStore:
         values = torch.cat([self.values[layer], earlier[1], value], 1).repeat_interleave(2, 0)
         n, m = query.shape[1], keys.shape[1]
         later = torch.arange(m) > torch.arange(m - n, m)[:, None]
-        logits = (query @ keys.transpose(1, 2) / 12**0.5).masked_fill(later, float("-inf"))
-        return logits.softmax(-1) @ values
+        logits = query @ keys.transpose(1, 2) / 12**0.5
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits.masked_fill(later, float("-inf")).softmax(-1) @ values
 
 
 def test_kvzip_plus_is_kvzip_where_norms_are_equal(full: Prefill) -> None:

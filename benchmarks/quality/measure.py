@@ -104,7 +104,7 @@ def measure(
             answers, _ = _decode(model, sessions, first, ends)
             texts = [prompter.decode(answer) for answer in answers]
         for one, reference, gold, text in zip(part, of_reference, of_gold, texts, strict=True):
-            found.append(_compare(one, reference, gold, text))
+            found.append(compare(one, reference, gold, text))
     return found
 
 
@@ -155,7 +155,15 @@ def _decode(
     return answers, logs
 
 
-def _compare(one: Asked, reference: Tensor, gold: Tensor, text: str | None) -> Answered:
+def compare(one: Asked, reference: Tensor, gold: Tensor, text: str | None) -> Answered:
+    """Hold what a compressed cache said against what the full one said.
+
+    Args:
+        one: with its reference.
+        reference: log-probabilities [n, vocabulary] at the full cache's answer.
+        gold: log-probabilities at the gold answer.
+        text: the free answer, or None.
+    """
     if one.expected is None:
         raise ValueError("the question has no reference yet")
     kl = (one.expected.exp() * (one.expected - reference)).sum(-1).mean()

@@ -72,8 +72,8 @@ PRESETS: dict[str, Preset] = {
     "kvzip-head": Preset("KVzip's scores decide which heads keep everything", n_window=64),
     "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)"),
     "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
-    "fisher": Preset("keeps values by their Fisher information while the document is repeated", n_window=64),
-    "kvzip-fisher": Preset("KVzip's attention and the values' Fisher information together", n_window=64),
+    "fisher": Preset("keeps values by their Fisher information while the document is repeated", n_window=32),
+    "kvzip-fisher": Preset("KVzip's attention and the values' Fisher information together", n_window=32),
     "probes": Preset("keeps what given questions, and answers to them, look at", probes=True),
     "kvzip-probes": Preset("KVzip, and what given questions look at", probes=True),
 }

@@ -26,6 +26,8 @@ def protected_spans(
     """
     preset = PRESETS[policy]
     n_window = preset.n_window
+    if preset.window_cap < 1:
+        n_window = min(n_window, int(preset.window_cap * per_head))
     if preset.window_share:
         n_window = max(0, int(preset.window_share * per_head) - preset.n_sink)
     every = [(0, preset.n_sink), (n_tokens - n_window, n_tokens), *spans]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from precis.wire.presets import CODEC_NAMES, DEFAULT_POLICY, PRESETS
+from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS
 from service.client import ApiError, Client
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
@@ -46,13 +46,11 @@ def up(
         "~/.local/share/precis"
     ),
     model: Annotated[str, typer.Option(envvar="PRECIS_MODEL", help="a folder or a Hugging Face id")] = DEFAULT_MODEL,
-    policy: Annotated[
-        str, typer.Option(help=f"policy of uploads that name none: {', '.join(PRESETS)}")
-    ] = DEFAULT_POLICY,
+    policy: Annotated[str, typer.Option(help=f"policy of uploads that name none: {', '.join(PRESETS)}")] = AUTO,
     ready_file: Annotated[Path | None, typer.Option(help="write the URL there once requests can be served")] = None,
 ) -> None:
     """Run store, API and one worker on this machine until Ctrl-C."""
-    if policy not in PRESETS:
+    if policy not in (AUTO, *PRESETS):
         raise typer.BadParameter(f"choose one of {', '.join(PRESETS)}", param_hint="--policy")
     options = Options(host, port, data_dir.expanduser().resolve(), model, policy, ready_file)
     raise typer.Exit(Supervisor(options, _out).run())

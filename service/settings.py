@@ -7,7 +7,7 @@ import os
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from precis.wire.presets import DEFAULT_POLICY
+from precis.wire.presets import AUTO
 from precis.wire.settings import PREFIX, refuse_unknown
 
 
@@ -28,7 +28,7 @@ class Settings(BaseSettings):
         600.0, gt=0, description="seconds without any event after which an answer is given up"
     )
     worker_grace_s: float = Field(10.0, ge=0, description="seconds without a live worker before requests get 503")
-    default_policy: str = Field(DEFAULT_POLICY, description="policy of uploads that name none")
+    default_policy: str = Field(AUTO, description="policy of uploads that name none")
 
 
 def load() -> Settings:

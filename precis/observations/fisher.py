@@ -17,7 +17,6 @@ from torch import Tensor
 
 from precis.attention.dense import Maxima, attention_weights, causal_attention, raise_maxima
 from precis.core import Geometry, Prefill
-from precis.errors import UnsupportedModel
 from precis.families import Model
 from precis.observations import Afterwards, Reading
 from precis.observations.repeat import CHUNK, SINKS, repetitions
@@ -97,11 +96,9 @@ class _GradientStore:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tail, attend over cache and tail."""
-        if sinks is not None:
-            raise UnsupportedModel("Fisher scores of a model with attention sinks are not supported: use kvzip")
         before = self.tail.get(layer, (key[:, :0].detach(), value[:, :0].detach()))
         self.tail[layer] = (torch.cat([before[0], key.detach()], 1), torch.cat([before[1], value.detach()], 1))
-        out: Tensor = _Attention.apply(query, key, value, self, layer)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(query, key, value, self, layer, sinks)  # type: ignore[no-untyped-call]
         return out
 
     def whole(self, layer: int, n_tail: int) -> tuple[Tensor, Tensor]:
@@ -126,19 +123,27 @@ class _Attention(torch.autograd.Function):
     """Attention of new tokens over cache and tail. Only queries, and the new tokens' keys and values, get gradients."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, _key: Tensor, _value: Tensor, store: _GradientStore, layer: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, _key: Tensor, _value: Tensor, store: _GradientStore, layer: int, sinks: Tensor | None
+    ) -> Tensor:
         g = store.full.geometry
         n_tail = store.tail[layer][0].shape[1]
         keys, values = store.whole(layer, n_tail)
         out = causal_attention(
-            query, keys, values, scaling=g.scaling[layer], softcap=g.softcap[layer], window=g.windows[layer]
+            query,
+            keys,
+            values,
+            scaling=g.scaling[layer],
+            softcap=g.softcap[layer],
+            window=g.windows[layer],
+            sinks=sinks,
         )
         ctx.save_for_backward(query, out)
-        ctx.store, ctx.layer, ctx.n_tail = store, layer, n_tail
+        ctx.store, ctx.layer, ctx.n_tail, ctx.sinks = store, layer, n_tail, sinks
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, out = ctx.saved_tensors
         store, layer = ctx.store, ctx.layer
         g, n_tokens = store.full.geometry, store.full.n_tokens
@@ -160,6 +165,7 @@ class _Attention(torch.autograd.Function):
                 scaling=g.scaling[layer],
                 softcap=g.softcap[layer],
                 window=g.windows[layer],
+                sinks=ctx.sinks,
             )
             flat = weights.flatten(1, 2)
             gradient = gradients[0][:, start:stop].float().reshape(n_kv_heads, -1, dim)
@@ -177,4 +183,4 @@ class _Attention(torch.autograd.Function):
         if notes:
             store.note(layer, weights, of_values[:, :n_tokens])
         dtype = query.dtype
-        return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None
+        return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None, None

@@ -15,7 +15,8 @@ from precis.errors import InvalidRequest
 CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
 CODEC_NAMES = tuple(CODEC_BITS)
 MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
-DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip", 0.25, "int4"
+DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip-fisher", 0.25, "int4"
+AUTO = "auto"  # the name of the default policy, whichever it is
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class Preset(msgspec.Struct, frozen=True):
     Attributes:
         n_sink: first tokens that every head keeps.
         n_window: last tokens that every head keeps.
+        window_cap: share of the budget that the last tokens take at most.
         window_share: share of the budget that goes to the last tokens instead, counting sinks (SAGE-KV).
         evicts: False for `full`.
         probes: whether it asks representative questions, which then have to be given.
@@ -34,6 +36,7 @@ class Preset(msgspec.Struct, frozen=True):
     summary: str
     n_sink: int = 4
     n_window: int = 0
+    window_cap: float = 1.0
     window_share: float = 0.0
     evicts: bool = True
     finds_budget: bool = False
@@ -72,8 +75,12 @@ PRESETS: dict[str, Preset] = {
     "kvzip-head": Preset("KVzip's scores decide which heads keep everything", n_window=64),
     "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)"),
     "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
-    "fisher": Preset("keeps values by their Fisher information while the document is repeated", n_window=32),
-    "kvzip-fisher": Preset("KVzip's attention and the values' Fisher information together", n_window=32),
+    "fisher": Preset(
+        "keeps values by their Fisher information while the document is repeated", n_window=32, window_cap=0.25
+    ),
+    "kvzip-fisher": Preset(
+        "KVzip's attention and the values' Fisher information together", n_window=32, window_cap=0.25
+    ),
     "probes": Preset("keeps what given questions, and answers to them, look at", probes=True),
     "kvzip-probes": Preset("KVzip, and what given questions look at", probes=True),
 }
@@ -137,9 +144,9 @@ def resolve(
     Raises:
         InvalidRequest: naming what is allowed.
     """
-    policy = policy or DEFAULT_POLICY
+    policy = DEFAULT_POLICY if policy in (None, AUTO) else str(policy)
     if policy not in PRESETS:
-        raise InvalidRequest(f"there is no policy {policy!r}; choose one of {', '.join(PRESETS)}")
+        raise InvalidRequest(f"there is no policy {policy!r}; choose one of {AUTO}, {', '.join(PRESETS)}")
     codec = codec or DEFAULT_CODEC
     if codec not in CODEC_NAMES:
         raise InvalidRequest(f"there is no codec {codec!r}; choose one of {', '.join(CODEC_NAMES)}")

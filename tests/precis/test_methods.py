@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precis.core import Prefill
+from precis.core import Geometry, Prefill
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.observations.columns import ColumnSums
-from precis.observations.fisher import RepeatGradients
+from precis.observations.fisher import RepeatGradients, _GradientStore
 from precis.observations.norms import OutputNorms
 from precis.observations.probes import ProbeAttention
 from precis.observations.repeat import RepeatAttention, repetitions
@@ -213,6 +213,36 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
         (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
         expected += gradient.square().sum(-1)
     torch.testing.assert_close(found[:, 4:], expected / len(said), rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_backward_pass_of_attention_equals_autograd(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, window: int | None, with_sinks: bool
+) -> None:
+    monkeypatch.setattr("precis.observations.fisher._LOGITS", 1)
+    generator = torch.Generator().manual_seed(0)
+    n_context, n, dim = 8, 20, 6
+    context = torch.randn(2, 1, 2, n_context, dim, generator=generator)
+    query, key, value = (torch.randn(h, n, dim, generator=generator).requires_grad_() for h in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    geometry = Geometry(1, 4, 2, dim, 64, (window,), (0.7,), (softcap,))
+    store = _GradientStore(Prefill(geometry, context[0], context[1]), (0, n_context), torch.zeros(1, 6, n_context))
+    weight = torch.randn(4, n, dim, generator=generator)
+    found = torch.autograd.grad((store.attend(0, query, key, value, sinks) * weight).sum(), (query, key, value))
+    keys = torch.cat([context[0, 0], key], 1).repeat_interleave(2, 0)
+    values = torch.cat([context[1, 0], value], 1).repeat_interleave(2, 0)
+    logits = 0.7 * query @ keys.transpose(1, 2)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    rows, columns = torch.arange(n_context, n_context + n)[:, None], torch.arange(n_context + n)
+    hidden = (columns > rows) | (columns <= rows - (window or 99))
+    extra = torch.full((4, 1), float("-inf")) if sinks is None else sinks[:, None]
+    logits = torch.cat([logits.masked_fill(hidden, float("-inf")), extra[:, None].expand(4, n, 1)], -1)
+    expected = torch.autograd.grad(((logits.softmax(-1)[..., :-1] @ values) * weight).sum(), (query, key, value))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 class LeafStore:

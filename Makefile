@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := precis service workers tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench lock clean
+.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -59,6 +59,9 @@ test-redis: setup-test  ## the suite against the redis-server on the PATH
 
 test-gpu: setup-test  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench-quality: setup-test  ## measure what policies keep, e.g. make bench-quality ARGS="--ruler 2000 --out results.jsonl"
+	$(BIN)/python -m benchmarks.quality run $(ARGS)
 
 bench: setup-test  ## measure latency and memory against the plain alternative
 	$(BIN)/python -m benchmarks.latency $(ARGS)

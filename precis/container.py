@@ -258,6 +258,7 @@ def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tupl
 
 
 def count_sinks(heads: Iterable[position_codes.Positions], n_sink: int) -> tuple[int, ...]:
+    """Per head, how many of its kept entries are among the first `n_sink` tokens."""
     return tuple(int(np.searchsorted(head, n_sink)) for head in heads)
 
 

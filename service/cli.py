@@ -15,6 +15,7 @@ from rich.table import Table
 
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS
 from service.client import ApiError, Client
+from service.evaluate import evaluate, read_questions
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read a document once, ask it many times.")
@@ -164,6 +165,46 @@ def ask(
             sys.stdout.write("\n")
             raise ApiError(event.data["detail"])
     sys.stdout.write("\n")
+
+
+@app.command("eval")
+@_told
+def evaluate_document(
+    file: Annotated[str, typer.Argument(help="a UTF-8 text file")],
+    questions: Annotated[str, typer.Argument(help='lines of {"question": "...", "answers": ["..."]}')],
+    policies: Annotated[str, typer.Option(help="policies, separated by commas")] = AUTO,
+    keep_ratios: Annotated[str, typer.Option(help="shares of entries kept, separated by commas")] = "0.25,0.125",
+    codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
+    url: Url = _URL,
+) -> None:
+    """Ask your own questions of the full cache and of compressed ones, and compare."""
+    ways = [
+        {"policy": policy, "keep_ratio": _number(ratio), **({"codec": codec} if codec else {})}
+        for policy in policies.split(",")
+        for ratio in keep_ratios.split(",")
+    ]
+    asked = read_questions(_read(questions))
+    table = Table("way", "stored MB", "kept", "right", "F1", "as full", "KL")
+    with _err.status(f"asking {len(asked)} questions of {len(ways) + 1} snapshots"):
+        for found in evaluate(Client(url), _read(file), asked, ways):
+            storage = found.context["storage"]
+            table.add_row(
+                found.name,
+                f"{storage['stored_bytes'] / 1e6:.2f}",
+                f"{storage['kept_ratio']:.3f}",
+                f"{found.right:.2f}",
+                f"{found.f1:.2f}",
+                f"{found.same:.2f}",
+                f"{found.context['fidelity']['kl']:.3f}",
+            )
+    _out.print(table)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ApiError(f"{text!r} is not a number") from error
 
 
 @app.command()

@@ -43,12 +43,14 @@ def test_a_method_is_one_short_file_with_one_frozen_dataclass_and_its_paper(path
 
 @pytest.mark.parametrize("path", [p for p in PRODUCT if p.is_relative_to(ROOT / "precis")], ids=lambda p: p.stem)
 def test_everything_public_in_the_library_has_a_docstring(path: Path) -> None:
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node) or path.name == "errors.py", node.name
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            is_protocol_field = any("property" in ast.unparse(d) for d in node.decorator_list)
-            assert ast.get_docstring(node) or is_protocol_field, node.name
+    classes = [node for node in parse(path).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for node in classes:
+        assert ast.get_docstring(node) or path.name == "errors.py", node.name
+    for owner in (parse(path), *classes):
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                is_protocol_field = any("property" in ast.unparse(d) for d in node.decorator_list)
+                assert ast.get_docstring(node) or is_protocol_field, node.name
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))

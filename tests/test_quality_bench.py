@@ -7,12 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Question, from_folder
-from benchmarks.quality.measure import f1
 from benchmarks.quality.report import grouped, interval, table
 from benchmarks.quality.ruler import Length, documents
 from tests.precis.build import attached, cut, read, tokens
@@ -71,12 +69,6 @@ def test_folders_are_read_without_questions_marked_hard(tmp_path: Path) -> None:
     assert found.questions[0].prompt(with_prefix=True) == "\n\nQuestion: Which?\nAnswer: It is"
     assert found.questions[0].prompt(with_prefix=False) == "\n\nQuestion: Which?\nAnswer:"
     assert from_folder(tmp_path, ["b"], 12) == []
-
-
-def test_f1_counts_words_without_articles_and_punctuation() -> None:
-    assert f1("The red fox.", "a red fox") == 1.0
-    assert f1("red", "red fox") == pytest.approx(2 / 3)
-    assert f1("blue", "red fox") == 0.0
 
 
 def asked(prompt: int, *gold: int) -> asking.Asked:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +13,7 @@ from precis.core import Snapshot
 from precis.engine import Feed, Session, step
 from precis.families import Model
 from precis.text import Prompter
+from service.evaluate import f1, words
 
 N_REFERENCE = 12
 _BATCH = 16
@@ -175,20 +174,9 @@ def compare(one: Asked, reference: Tensor, gold: Tensor, text: str | None) -> An
         exact, score = float(bool((gold.argmax(-1) == wanted).all())), 0.0
     else:
         line = text.strip().split("\n")[0]
-        hits = [f" {_words(answer)} " in f" {_words(line)} " for answer in question.answers]
+        hits = [f" {words(answer)} " in f" {words(line)} " for answer in question.answers]
         exact = float(all(hits) if question.every else any(hits))
         score = max(f1(line, answer) for answer in question.answers)
     return Answered(
         question.name, question.kind, max(0.0, float(kl)), float(agreement), float(nll), exact, score, text or ""
     )
-
-
-def _words(text: str) -> str:
-    return " ".join(re.sub(r"[^\w\s]", " ", text.lower()).split())
-
-
-def f1(found: str, wanted: str) -> float:
-    """Word overlap as in SQuAD: articles and punctuation do not count."""
-    one, other = ([word for word in _words(text).split() if word not in ("a", "an", "the")] for text in (found, wanted))
-    common = sum((Counter(one) & Counter(other)).values())
-    return 2 * common / (len(one) + len(other)) if common else 0.0

@@ -1,6 +1,6 @@
 """Blend: several scorers at once, by the largest of their scores.
 
-Not from a paper. Scores of each part are divided by their mean over the best entries, so that parts in different units
+No paper. Scores of each part are divided by their mean over the best entries, so that parts in different units
 can be mixed, and weighted. The maximum lets every part save what it alone finds important.
 """
 

@@ -1,6 +1,6 @@
 """Fisher: keep the values whose loss would change the model's predictions most while it repeats the document.
 
-Not from a paper. To second order, replacing a value v by the mean value m changes the predictions by about
+No paper. To second order, replacing a value v by the mean value m changes the predictions by about
 |v - m|^2 times the value's Fisher information. That is blind where the model is sure of what it copies, since the
 gradient vanishes there; KVzip's attention is not. `attention_share` mixes both by a weighted geometric mean, in which
 the Fisher part counts by its square root, as attention does. kvpress' KVGradPress is a relative: it weights repeat

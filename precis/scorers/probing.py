@@ -1,6 +1,6 @@
 """Probing: keep what representative questions, given with the document, and the answers to them look at.
 
-Not from a paper: the rows of FINCH's and SnapKV's question window, extended by the model's own answer and reduced by
+No paper: the rows of FINCH's and SnapKV's question window, extended by the model's own answer and reduced by
 the maximum as in KVzip, so that every probe's evidence survives however many probes there are.
 """
 

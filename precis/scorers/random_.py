@@ -1,4 +1,4 @@
-"""Random: the baseline that every method has to beat, with the same protected tokens."""
+"""Random: the baseline that every method has to beat, with the same protected tokens. No paper."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ class _GradientStore:
                 kv_store=self,
             )
             logs = model.hf.get_output_embeddings()(out.last_hidden_state[0]).float().log_softmax(-1)
-            sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
-            logs.gather(1, sampled).sum().backward()
+            logs.gather(1, draw(logs.detach(), generator)).sum().backward()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tail, attend over cache and tail."""
@@ -117,6 +116,13 @@ class _GradientStore:
             return
         best = self.found[layer, :n_heads, self.chunk[0] : self.chunk[1]]
         raise_maxima(Maxima(self.chunk, SINKS, self.full.n_tokens, best), weights, None)
+
+
+def draw(logs: Tensor, generator: torch.Generator) -> Tensor:
+    """One token per row of log-probabilities [n, vocabulary]: [n, 1] int64, by one uniform number per row."""
+    sums = logs.exp().cumsum(-1)
+    uniform = torch.rand(logs.shape[0], 1, generator=generator, device=logs.device)
+    return torch.searchsorted(sums, uniform * sums[:, -1:]).clamp_max(logs.shape[1] - 1)
 
 
 class _Attention(torch.autograd.Function):

@@ -13,7 +13,7 @@ from precis.core import Geometry, Prefill
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.observations.columns import ColumnSums
-from precis.observations.fisher import RepeatGradients, _GradientStore
+from precis.observations.fisher import RepeatGradients, _GradientStore, draw
 from precis.observations.norms import OutputNorms
 from precis.observations.probes import ProbeAttention
 from precis.observations.repeat import RepeatAttention, repetitions
@@ -209,10 +209,17 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
         positions = torch.arange(60 + start, 60 + start + len(part))[None]
         out = model.hf(input_ids=part[None], position_ids=positions, use_cache=False, kv_store=store)
         logs = out.logits[0].log_softmax(-1)
-        sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+        sampled = draw(logs.detach(), generator)
         (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
         expected += gradient.square().sum(-1)
     torch.testing.assert_close(found[:, 4:], expected / len(said), rtol=1e-3, atol=1e-9)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logs = torch.tensor([0.5, 0.25, 0.0, 0.25]).log().expand(20_000, 4)
+    drawn = draw(logs, torch.Generator().manual_seed(0))
+    shares = torch.bincount(drawn[:, 0], minlength=4) / 20_000
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.25, 0.0, 0.25]), atol=0.015, rtol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -164,6 +164,7 @@ class Snapshot:
         values: [N, D].
         positions: [N] int32, ascending inside a head.
         offsets: [L*K+1] int64 on the CPU.
+        indexes: what views derived from the keys, by view, layer and kv head; made when first asked for.
     """
 
     geometry: Geometry
@@ -172,6 +173,7 @@ class Snapshot:
     values: Tensor
     positions: Tensor
     offsets: Tensor
+    indexes: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = int(self.offsets[-1])

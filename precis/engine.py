@@ -24,7 +24,8 @@ class Session:
 
     Attributes:
         keys, values: [L, K, room, D], of which the first `n_tail` tokens are filled.
-        view: chosen once, at the last token of the query, or None to see the whole snapshot.
+        view: which entries are read after the query, or None for all.
+        asked: whether the query is complete.
         seen: per (layer, kv head), what the view chose.
     """
 
@@ -33,6 +34,7 @@ class Session:
     values: Tensor
     view: View | None = None
     n_tail: int = 0
+    asked: bool = False
     seen: dict[tuple[int, int], Entries] = field(default_factory=dict)
 
     @staticmethod
@@ -92,14 +94,15 @@ class PackedStep:
         n_tokens, group = query.shape[1], g.group_size
         rows = query.reshape(g.n_kv_heads, group, n_tokens, g.head_dim).transpose(1, 2)
         segments = []
+        self._look_again(layer, rows)
         for kv_head in range(g.n_kv_heads):
             segments += self._shared(layer, kv_head, n_tokens * group * kv_head, group)
         for index, feed in enumerate(self._feeds):
             start, stop = self._starts[index], self._starts[index + 1]
             self._append(layer, feed, key[:, start:stop], value[:, start:stop])
             segments += self._private(layer, index, n_tokens, group)
-            if feed.last and feed.session.view is not None:
-                self._choose_view(layer, feed.session, rows[:, stop - 1], g.n_kv_heads)
+            if feed.last and feed.session.view is not None and not feed.session.view.every_step:
+                self._choose(layer, feed.session, rows[:, stop - 1])
         out = attend(
             rows.reshape(-1, g.head_dim),
             self.positions.repeat_interleave(group).repeat(g.n_kv_heads),
@@ -156,15 +159,32 @@ class PackedStep:
         session.keys[layer, :, session.n_tail : stop] = key
         session.values[layer, :, session.n_tail : stop] = value
 
+    def _look_again(self, layer: int, rows: Tensor) -> None:
+        """Choose anew for answers whose view changes with every token. Several tokens at once read everything."""
+        for index, feed in enumerate(self._feeds):
+            session, start = feed.session, self._starts[index]
+            if session.view is None or not session.view.every_step or not session.asked:
+                continue
+            if self._starts[index + 1] - start == 1:
+                self._choose(layer, session, rows[:, start])
+            else:
+                for kv_head in range(rows.shape[0]):
+                    session.seen.pop((layer, kv_head), None)
+
     @staticmethod
-    def _choose_view(layer: int, session: Session, queries: Tensor, n_kv_heads: int) -> None:
-        """queries [K, G, D] of the query's last token."""
-        snapshot = session.snapshot
-        for kv_head in range(n_kv_heads):
+    def _choose(layer: int, session: Session, queries: Tensor) -> None:
+        """queries [K, G, D] of one token."""
+        snapshot, view = session.snapshot, session.view
+        if view is None or layer < view.dense_layers:
+            return
+        for kv_head in range(queries.shape[0]):
             a, b = snapshot.bounds(layer, kv_head)
             keys, positions = snapshot.keys[a:b], snapshot.positions[a:b]
-            index = session.view.select(queries[kv_head], keys, positions, snapshot.header.n_tokens)  # type: ignore[union-attr]
-            session.seen[layer, kv_head] = (keys[index], snapshot.values[a:b][index], positions[index])
+            name = (type(view), view.index_size, layer, kv_head)
+            if name not in snapshot.indexes:
+                snapshot.indexes[name] = view.prepare(keys, positions)
+            chosen = view.select(queries[kv_head], keys, positions, snapshot.indexes[name])
+            session.seen[layer, kv_head] = (keys[chosen], snapshot.values[a:b][chosen], positions[chosen])
 
 
 @torch.inference_mode()
@@ -196,4 +216,5 @@ def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
     )
     for feed in feeds:
         feed.session.n_tail += len(feed.token_ids)
+        feed.session.asked |= feed.last
     return list(out.logits[0].float().split(sizes))

@@ -38,7 +38,15 @@ from precis.selectors.cascade import Cascade
 from precis.selectors.defensive import Defensive
 from precis.selectors.topk import TopK
 from precis.selectors.two_stage import TwoStage
+from precis.views.cluster import ClusterView
+from precis.views.quest import QuestView
+from precis.views.sage import SageView
 
+VIEWS: dict[str, type[SageView | QuestView | ClusterView]] = {
+    "sage": SageView,
+    "quest": QuestView,
+    "cluster": ClusterView,
+}
 _WIDTH = {"head": 0, "layer": 1, "global": 2}
 
 

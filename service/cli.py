@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS
+from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, VIEW_NAMES
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
 from service.up import DEFAULT_MODEL, Options, Supervisor
@@ -149,7 +149,9 @@ def ask(
     max_tokens: Annotated[int, typer.Option(help="tokens at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = always the likeliest token")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="for the same draws again")] = None,
-    view: Annotated[str | None, typer.Option(help="sage: read only what matters to this question")] = None,
+    view: Annotated[
+        str | None, typer.Option(help=f"{', '.join(VIEW_NAMES)}: read only what matters to this question")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="text as it is, for contexts with the raw template")] = False,
     url: Url = _URL,
 ) -> None:

@@ -41,7 +41,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
     card, prompter = await model_of(state, record)
     token_ids = query_tokens(prompter, record, wanted)
     max_tokens = check_room(card, record, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
-    view = ViewIn() if wanted.view == "sage" else wanted.view
+    view = ViewIn(kind=wanted.view) if isinstance(wanted.view, str) else wanted.view
     job = AnswerJob(
         id=f"q_{uuid.uuid4().hex[:20]}",
         context_id=record.id,
@@ -59,6 +59,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
         api=state.follower.api_id,
         sent_at=time.time(),
         view_budget=view.budget if view else 0,
+        view=view.kind if view else "sage",
     )
     asked = await begin(state, request, record, job)
     headers = {"x-cache": asked.cache}

@@ -14,6 +14,9 @@ Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str,
 Ttl = Annotated[int, Field(gt=0, le=10 * 365 * 86400, description="seconds to live from now")]
 
 
+ViewKind = Literal["sage", "quest", "cluster"]
+
+
 class Strict(BaseModel):
     """Requests: an unknown field is an error, not a silence."""
 
@@ -102,7 +105,7 @@ def _one_expiry(ttl_s: int | None, expire_time: datetime | None, pinned: bool) -
 class ViewIn(Strict):
     """A query-time view: which entries of the snapshot this query reads while decoding."""
 
-    kind: Literal["sage"] = "sage"
+    kind: ViewKind = "sage"
     budget: int = Field(512, ge=16, le=1 << 20, description="entries per kv head")
 
 
@@ -138,7 +141,7 @@ class QueryIn(SamplingIn, Strict):
     prompt: str | None = Field(None, description="raw text after the seam, for contexts with the raw template")
     logprobs: bool = False
     ignore_eos: bool = False
-    view: ViewIn | Literal["sage"] | None = None
+    view: ViewIn | ViewKind | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> QueryIn:

@@ -46,8 +46,8 @@ def test_everything_public_in_the_library_has_a_docstring(path: Path) -> None:
     classes = [node for node in parse(path).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     for node in classes:
         assert ast.get_docstring(node) or path.name == "errors.py", node.name
-    for owner in (parse(path), *classes):
-        for node in owner.body:
+    for body in (parse(path).body, *(found.body for found in classes)):
+        for node in body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 is_protocol_field = any("property" in ast.unparse(d) for d in node.decorator_list)
                 assert ast.get_docstring(node) or is_protocol_field, node.name

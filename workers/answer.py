@@ -15,8 +15,8 @@ from precis.core import Snapshot
 from precis.detokenize import Detokenizer, StopText
 from precis.engine import Feed, Session, step
 from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
+from precis.policies import VIEWS
 from precis.sampling import Sampled, Sampler
-from precis.views.sage import SageView
 from precis.wire import keys
 from precis.wire.messages import (
     AnswerJob,
@@ -108,7 +108,7 @@ class Batch:
     def admit(self, entry: Entry, job: AnswerJob, snapshot: Snapshot, cache: str, load_ms: float) -> None:
         """Let a query join the batch at the next step."""
         sampling = job.sampling
-        view = SageView(budget=job.view_budget) if job.view_budget else None
+        view = VIEWS[job.view](budget=job.view_budget) if job.view_budget else None
         answer = Answer(
             entry=entry,
             job=job,

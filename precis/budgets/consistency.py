@@ -1,6 +1,7 @@
 """CateKV: heads that look at the same tokens whatever is asked are pruned, heads that change keep everything.
 
-Jiang et al. 2025, "CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration", ICML 2025, arXiv:2608.30295.
+Jiang et al. 2025, "CateKV: On Sequential Consistency for Long-Context LLM Inference Acceleration", ICML 2025,
+arXiv:2608.30295.
 Differs from the paper, whose thresholds were not available: heads are ranked by the coefficient of variation over the
 observed rows of the attention mass on their critical tokens; the budget decides how many keep everything, at most
 `adaptive_share` of them, and the rest of it is shared equally among the consistent heads.

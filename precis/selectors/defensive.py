@@ -1,7 +1,8 @@
 """DefensiveKV's two stages: first what holds most of the observed attention, then what would hurt most if missing.
 
 Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv:2510.13334.
-As in the paper, by way of the authors' repository: stage 1 takes tokens by mean attention until, with the window, `mass` of it is held.
+As in the paper, by way of the authors' repository: stage 1 takes tokens by mean attention until, with the window,
+`mass` of it is held.
 """
 
 from __future__ import annotations

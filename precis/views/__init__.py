@@ -6,18 +6,43 @@ from typing import Protocol
 
 from torch import Tensor
 
+Index = tuple[Tensor, ...]
+
 
 class View(Protocol):
-    """One verb."""
+    """Prepare once per snapshot, select per query or per token.
 
-    def select(self, query: Tensor, keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
-        """Choose entries of one kv head for the rest of one answer.
+    Attributes:
+        budget: entries per kv head, about.
+        every_step: whether entries are chosen anew for every token of the answer, or once at the question's last token.
+        dense_layers: first layers, which always read everything.
+        index_size: what an index depends on besides the keys; equal views share it.
+    """
+
+    @property
+    def budget(self) -> int: ...
+
+    @property
+    def every_step(self) -> bool: ...
+
+    @property
+    def dense_layers(self) -> int: ...
+
+    @property
+    def index_size(self) -> int: ...
+
+    def prepare(self, keys: Tensor, positions: Tensor) -> Index:
+        """Summarise one kv head's keys [n, D] at `positions` [n]."""
+        ...
+
+    def select(self, query: Tensor, keys: Tensor, positions: Tensor, index: Index) -> Tensor:
+        """Choose entries of one kv head.
 
         Args:
-            query: [G, D], the last query token's queries of the head's group, after RoPE.
+            query: [G, D], the present token's queries of the head's group, after RoPE.
             keys: [n, D] of the snapshot.
             positions: [n] int32.
-            n_tokens: T of the context.
+            index: from `prepare`.
 
         Returns:
             [m] int64, ascending indices into keys.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precis.views import Index
+
 
 @dataclass(frozen=True, slots=True)
 class SageView:
@@ -26,19 +28,26 @@ class SageView:
 
     budget: int = 512
     n_sink: int = 4
+    every_step: bool = False
+    dense_layers: int = 0
+    index_size: int = 0
 
     def __post_init__(self) -> None:
         if self.budget < 2 * self.n_sink + 2:
             raise ValueError(f"budget must be at least {2 * self.n_sink + 2}, not {self.budget}")
 
-    def select(self, query: Tensor, keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
+    def prepare(self, keys: Tensor, positions: Tensor) -> Index:
+        """Nothing: the keys themselves are scored."""
+        return ()
+
+    def select(self, query: Tensor, keys: Tensor, positions: Tensor, index: Index) -> Tensor:
         """Choose what one kv head sees.
 
         Args:
             query: [G, D] of the last query token.
             keys: [n, D].
             positions: [n] int32.
-            n_tokens: T.
+            index: empty.
 
         Returns:
             [m] int64 ascending, m <= budget, or all n where they fit.

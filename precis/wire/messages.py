@@ -76,7 +76,8 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     Attributes:
         id: of the query; its events go to its own stream.
         token_ids: the query part, little-endian int32.
-        view_budget: entries per kv head that the view `sage` leaves visible; 0 = no view.
+        view_budget: entries per kv head that the view leaves visible; 0 = no view.
+        view: its kind.
         api: id of the API process that reads the answer; when it dies, the answer is dropped.
         sent_at: Unix time, seconds.
     """
@@ -88,6 +89,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     api: str
     sent_at: float
     view_budget: int = 0
+    view: Literal["sage", "quest", "cluster"] = "sage"
 
 
 class ScoreItem(msgspec.Struct, frozen=True):

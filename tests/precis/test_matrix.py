@@ -10,9 +10,9 @@ from precis.container import CODECS
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.pipeline import compress
-from precis.policies import POLICIES
+from precis.policies import POLICIES, VIEWS
 from precis.protection import check_budget
-from precis.wire.presets import CODEC_NAMES, PRESETS, Compression, resolve
+from precis.wire.presets import CODEC_NAMES, PRESETS, VIEW_NAMES, Compression, resolve
 from tests.precis.build import N_CONTEXT, attached, read, tokens
 from tests.tiny import tiny
 
@@ -57,6 +57,7 @@ def test_policy_and_codec(model: Model, policy: str, codec: str) -> None:
 def test_presets_policies_and_codecs_have_the_same_names() -> None:
     assert list(POLICIES) == list(PRESETS)
     assert tuple(CODECS) == CODEC_NAMES
+    assert tuple(VIEWS) == VIEW_NAMES
 
 
 @pytest.mark.parametrize("policy", POLICIES)

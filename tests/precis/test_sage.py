@@ -38,7 +38,7 @@ def test_view_chooses_what_brute_force_chooses() -> None:
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(3, 8, generator=generator), torch.randn(50, 8, generator=generator)
     positions = torch.arange(0, 100, 2, dtype=torch.int32)
-    chosen = SageView(budget=20, n_sink=4).select(query, keys, positions, 100).tolist()
+    chosen = SageView(budget=20, n_sink=4).select(query, keys, positions, ()).tolist()
     sinks, recent = [0, 1], list(range(50 - 6, 50))
     logits = (query @ keys.T).sum(0)
     middle = sorted(range(2, 44), key=lambda i: -float(logits[i]))[: 20 - len(sinks) - len(recent)]
@@ -46,7 +46,7 @@ def test_view_chooses_what_brute_force_chooses() -> None:
 
 
 def test_view_of_a_small_snapshot_is_all_of_it() -> None:
-    chosen = SageView(budget=20).select(torch.randn(1, 8), torch.randn(12, 8), torch.arange(12, dtype=torch.int32), 12)
+    chosen = SageView(budget=20).select(torch.randn(1, 8), torch.randn(12, 8), torch.arange(12, dtype=torch.int32), ())
     assert chosen.tolist() == list(range(12))
 
 

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from precis.wire.presets import VIEW_NAMES
 from tests.stack import Stack, wait_for
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -169,7 +170,9 @@ def test_a_view_answers_and_leaves_the_snapshot_for_others(stack: Stack, context
     before = ask(stack, context, max_tokens=16).json()["text"]
     small = ask(stack, context, max_tokens=16, view={"kind": "sage", "budget": 16})
     assert small.status_code == 200
-    assert ask(stack, context, max_tokens=16, view="sage").status_code == 200
+    for kind in VIEW_NAMES:
+        assert ask(stack, context, max_tokens=16, view=kind).json()["text"]
+        assert ask(stack, context, max_tokens=16, view={"kind": kind, "budget": 10_000}).json()["text"] == before
     assert ask(stack, context, max_tokens=16).json()["text"] == before
 
 

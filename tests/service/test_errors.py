@@ -156,7 +156,7 @@ BAD_QUERIES: list[tuple[dict[str, Any], int, str]] = [
     ({"question": "x", "temperature": -1}, 422, "invalid_request"),
     ({"question": "x", "top_p": 0}, 422, "invalid_request"),
     ({"question": "x", "stop": [""]}, 422, "invalid_request"),
-    ({"question": "x", "view": {"kind": "quest"}}, 422, "invalid_request"),
+    ({"question": "x", "view": {"kind": "magic"}}, 422, "invalid_request"),
     ({"question": "x", "view": {"budget": 2}}, 422, "invalid_request"),
     ({"question": "x", "surprise": 1}, 422, "invalid_request"),
     ({"messages": []}, 422, "invalid_request"),

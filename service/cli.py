@@ -149,9 +149,7 @@ def ask(
     max_tokens: Annotated[int, typer.Option(help="tokens at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = always the likeliest token")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="for the same draws again")] = None,
-    view: Annotated[
-        str | None, typer.Option(help=f"{', '.join(VIEW_NAMES)}: read only what matters to this question")
-    ] = None,
+    view: Annotated[str | None, typer.Option(help=f"read only what matters: {', '.join(VIEW_NAMES)}")] = None,
     raw: Annotated[bool, typer.Option(help="text as it is, for contexts with the raw template")] = False,
     url: Url = _URL,
 ) -> None:

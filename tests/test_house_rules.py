@@ -47,10 +47,10 @@ def test_everything_public_in_the_library_has_a_docstring(path: Path) -> None:
     for node in classes:
         assert ast.get_docstring(node) or path.name == "errors.py", node.name
     for body in (parse(path).body, *(found.body for found in classes)):
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                is_protocol_field = any("property" in ast.unparse(d) for d in node.decorator_list)
-                assert ast.get_docstring(node) or is_protocol_field, node.name
+        for item in body:
+            if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
+                is_protocol_field = any("property" in ast.unparse(d) for d in item.decorator_list)
+                assert ast.get_docstring(item) or is_protocol_field, item.name
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))

@@ -56,7 +56,8 @@ def test_clusters_are_taken_whole_from_the_best_on_and_the_last_is_cut_by_logits
     inside = [i for i in range(8, 60) if int(members[i]) == second]
     taken = [i for i in inside if i in chosen]
     logits = (query @ keys.T)[0]
-    assert taken and sorted(taken) == sorted(sorted(inside, key=lambda i: -float(logits[i]))[: len(taken)])
+    assert taken
+    assert sorted(taken) == sorted(sorted(inside, key=lambda i: -float(logits[i]))[: len(taken)])
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: type(view).__name__)

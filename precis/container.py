@@ -1,4 +1,4 @@
-"""Snapshot <-> bytes. The format, version 1, all integers little-endian:
+"""Snapshot <-> bytes. The format, version 2, all integers little-endian:
 
 A snapshot is one sealed manifest and one blob per layer.
 
@@ -8,6 +8,8 @@ A snapshot is one sealed manifest and one blob per layer.
     blob of layer l = K mode bytes, the K heads' positions (precis.positions), zeros up to a multiple of 16, then the
         codec's parts in the order of `Codec.shapes`, each row-major and padded with zeros to a multiple of 16 bytes
 
+    one more blob where the policy's selections are nested: a level per entry (`core.Ranks`), for `precis.tighten` only
+
 Every length follows from the counts in the manifest, the mode bytes and the codec; a blob with another length is
 refused. Blobs are in layer order, so that layer 0 can be used while the rest is on its way. There is no pickle, and
 nothing in a manifest names code: `codec` selects among the known ones. An xxh3-64 per blob finds damage.
@@ -15,9 +17,7 @@ nothing in a manifest names code: `codec` selects among the known ones. An xxh3-
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -36,34 +36,10 @@ from precis.core import Geometry, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt, SnapshotStale
 from precis.families import Rotary
 from precis.fingerprint import FORMAT_VERSION
+from precis.manifest import Manifest, seal_of
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), Int4())}
-SEAL_BYTES = 32
 ALIGN = 16
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stored snapshot says of itself.
-
-    Attributes:
-        counts: [L][K] kept entries.
-        blob_bytes: [L] length of each blob.
-        blob_sums: [L] xxh3-64 of each blob, hex.
-    """
-
-    version: int
-    fingerprint: str
-    codec: str
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    n_tokens: int
-    next_position: int
-    n_sink: int
-    policy: dict[str, str | int | float]
-    counts: list[list[int]]
-    blob_bytes: list[int]
-    blob_sums: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +69,24 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
     """
     g = snapshot.geometry
     counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
-    blobs = tuple(_pack_layer(snapshot, layer, counts[layer], codec, rotary) for layer in range(g.n_layers))
-    sums = [xxhash.xxh3_64_hexdigest(blob) for blob in blobs]
+    blobs = [_pack_layer(snapshot, layer, counts[layer], codec, rotary) for layer in range(g.n_layers)]
+    return sealed(snapshot, codec, blobs, key)
+
+
+def sealed(snapshot: Snapshot, codec: Codec, blobs: list[bytes], key: bytes) -> Packed:
+    """Blobs of all layers with a manifest, and the levels of the entries where there are some."""
+    g, ranks = snapshot.geometry, snapshot.ranks
+    counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
+    levels = b"" if ranks is None else ranks.levels.cpu().numpy().tobytes()
+    sums = [xxhash.xxh3_64_hexdigest(blob) for blob in (*blobs, levels)]
     body = msgspec.json.encode(manifest_of(snapshot, codec, counts, [len(blob) for blob in blobs], sums))
-    return Packed(_seal(body, key) + body, blobs)
+    return Packed(seal_of(body, key) + body, (*blobs, levels) if levels else tuple(blobs))
 
 
 def manifest_of(
     snapshot: Snapshot, codec: Codec, counts: list[list[int]], sizes: list[int], sums: list[str]
 ) -> Manifest:
-    """What a snapshot says of itself, given the lengths and sums of its blobs."""
+    """What a snapshot says of itself, given the lengths of its layers' blobs and the sums of all."""
     g, header = snapshot.geometry, snapshot.header
     return Manifest(
         version=FORMAT_VERSION,
@@ -117,7 +101,9 @@ def manifest_of(
         policy=header.policy,
         counts=counts,
         blob_bytes=sizes,
-        blob_sums=sums,
+        blob_sums=sums[: g.n_layers],
+        ranked=snapshot.ranks.across if snapshot.ranks else "",  # type: ignore[arg-type]
+        ranks_sum=sums[-1] if snapshot.ranks else "",
     )
 
 
@@ -125,34 +111,30 @@ def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec,
     start, stop = snapshot.bounds(layer, 0)[0], snapshot.bounds(layer, len(counts) - 1)[1]
     positions = snapshot.positions[start:stop]
     heads = np.split(positions.cpu().numpy(), np.cumsum(counts)[:-1])
-    coded = [position_codes.encode(head, snapshot.header.n_tokens) for head in heads]
-    layout = Layout(tuple(counts), count_sinks(heads, snapshot.header.n_sink), snapshot.geometry.head_dim)
     keys = snapshot.keys[start:stop]
     if codec.pre_rope:
         keys = rotary.undo(layer, keys, positions)
-    parts = codec.encode(keys, snapshot.values[start:stop], layout)
+    return write_layer(heads, keys, snapshot.values[start:stop], codec, snapshot.header)
+
+
+def write_layer(
+    heads: Sequence[position_codes.Positions], keys: Tensor, values: Tensor, codec: Codec, header: SnapshotHeader
+) -> bytes:
+    """The blob of a layer.
+
+    Args:
+        heads: per kv head, positions of its entries.
+        keys: [n, D] of all heads, before RoPE if the codec works there.
+        values: [n, D].
+        codec: encodes them.
+        header: of the snapshot.
+    """
+    coded = [position_codes.encode(head, header.n_tokens) for head in heads]
+    layout = Layout(tuple(map(len, heads)), count_sinks(heads, header.n_sink), keys.shape[1])
+    parts = codec.encode(keys, values, layout)
     pieces = [_padded(bytes(mode for mode, _ in coded) + b"".join(data for _, data in coded))]
     pieces += [_padded(_to_bytes(parts[name])) for name in codec.shapes(layout)]
     return b"".join(pieces)
-
-
-def open_manifest(sealed: bytes, key: bytes = b"") -> Manifest:
-    """Check the seal and read the manifest.
-
-    Raises:
-        SnapshotCorrupt: if the seal does not fit, or a field is missing, unknown or of a wrong type.
-        SnapshotStale: if it has another format version.
-    """
-    seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-    if not hmac.compare_digest(seal, _seal(body, key)):
-        raise SnapshotCorrupt("the snapshot's manifest does not match its seal")
-    try:
-        manifest = msgspec.json.decode(body, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise SnapshotCorrupt(f"the snapshot's manifest cannot be read: {error}") from error
-    if manifest.version != FORMAT_VERSION:
-        raise SnapshotStale(f"the snapshot has format version {manifest.version}, this program reads {FORMAT_VERSION}")
-    return manifest
 
 
 def check_manifest(manifest: Manifest, geometry: Geometry, fingerprint: str) -> None:
@@ -204,13 +186,10 @@ def unpack(
     keys, values, positions = [], [], []
     received = iter(blobs)
     for layer in range(manifest.n_layers):
-        blob = next(received, b"")
-        if len(blob) != manifest.blob_bytes[layer] or xxhash.xxh3_64_hexdigest(blob) != manifest.blob_sums[layer]:
-            raise SnapshotCorrupt(f"layer {layer} of the snapshot is missing or damaged")
-        try:
-            found, key, value = _unpack_layer(manifest, layer, blob, rotary, device)
-        except (ValueError, IndexError) as error:
-            raise SnapshotCorrupt(f"layer {layer} of the snapshot cannot be decoded: {error}") from error
+        heads, key, value = read_layer(manifest, layer, next(received, b""), device)
+        found = torch.from_numpy(np.concatenate(heads)).to(device)
+        if CODECS[manifest.codec].pre_rope:
+            key = rotary.redo(layer, key, found)
         keys.append(key.to(dtype))
         values.append(value.to(dtype))
         positions.append(found)
@@ -222,9 +201,25 @@ def unpack(
     return Snapshot(geometry, header, torch.cat(keys), torch.cat(values), torch.cat(positions), offsets)
 
 
-def _unpack_layer(
-    manifest: Manifest, layer: int, blob: bytes, rotary: Rotary, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def read_layer(
+    manifest: Manifest, layer: int, blob: bytes, device: torch.device
+) -> tuple[list[position_codes.Positions], Tensor, Tensor]:
+    """Check and decode the blob of a layer: per kv head positions, then keys and values [n, D] as the codec has them.
+
+    Raises:
+        SnapshotCorrupt: if it is missing, damaged or of a wrong length.
+    """
+    if len(blob) != manifest.blob_bytes[layer] or xxhash.xxh3_64_hexdigest(blob) != manifest.blob_sums[layer]:
+        raise SnapshotCorrupt(f"layer {layer} of the snapshot is missing or damaged")
+    try:
+        return _decode_layer(manifest, layer, blob, device)
+    except (ValueError, IndexError) as error:
+        raise SnapshotCorrupt(f"layer {layer} of the snapshot cannot be decoded: {error}") from error
+
+
+def _decode_layer(
+    manifest: Manifest, layer: int, blob: bytes, device: torch.device
+) -> tuple[list[position_codes.Positions], Tensor, Tensor]:
     counts, n_tokens = manifest.counts[layer], manifest.n_tokens
     at, heads = len(counts), []
     for mode, count in zip(blob[: len(counts)], counts, strict=True):
@@ -239,11 +234,7 @@ def _unpack_layer(
         parts[name], at = _read_part(blob, at, shape, device)
     if at != len(blob):
         raise ValueError(f"{len(blob)} bytes where {at} were expected")
-    keys, values = codec.decode(parts, layout)
-    positions = torch.from_numpy(np.concatenate(heads)).to(device)
-    if codec.pre_rope:
-        keys = rotary.redo(layer, keys, positions)
-    return positions, keys, values
+    return heads, *codec.decode(parts, layout)
 
 
 def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tuple[Tensor, int]:
@@ -270,7 +261,3 @@ def _to_bytes(part: Tensor) -> bytes:
 
 def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGN)
-
-
-def _seal(body: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, body, "sha256") if key else hashlib.sha256(body).digest()

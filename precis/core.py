@@ -156,6 +156,19 @@ class SnapshotHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """How long each kept entry would be kept if the budget shrank, for methods whose selections are nested.
+
+    Attributes:
+        levels: [N] uint8; 255 = always kept, below that the higher the longer.
+        across: "head", "layer" or "global": the entries among which levels compare.
+    """
+
+    levels: Tensor
+    across: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The kept entries of a context. Read-only and shared by every query on it.
 
@@ -164,6 +177,7 @@ class Snapshot:
         values: [N, D].
         positions: [N] int32, ascending inside a head.
         offsets: [L*K+1] int64 on the CPU.
+        ranks: for tightening, or None; stored, but not loaded for answers.
         indexes: what views derived from the keys, by view, layer and kv head; made when first asked for.
     """
 
@@ -173,6 +187,7 @@ class Snapshot:
     values: Tensor
     positions: Tensor
     offsets: Tensor
+    ranks: Ranks | None = None
     indexes: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

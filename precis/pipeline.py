@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from precis.container import CODECS, Packed, check_manifest, open_manifest, pack, unpack
+from precis.container import CODECS, Packed, check_manifest, pack, unpack
 from precis.core import Prefill, Snapshot, SnapshotHeader
 from precis.engine import Feed, Session, step
 from precis.errors import BoundNotReached, BudgetTooSmall
@@ -17,11 +17,12 @@ from precis.families import Model, Rotary
 from precis.fidelity import Fidelity, measure
 from precis.fingerprint import of_context
 from precis.full_cache import Between, Document, silent
+from precis.manifest import open_manifest
 from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import check_budget, count_protected, protected_spans
 from precis.sampling import Sampled, Sampler
-from precis.selection import choose, gather, protected_mask, score
+from precis.selection import choose, gather, protected_mask, ranks_of, score
 from precis.sizes import packed_bytes
 from precis.text import ContextPart, Prompter
 from precis.views import View
@@ -97,8 +98,10 @@ class Attempt:
         n_tokens = self.document.n_tokens
         spans = protected_spans(n_tokens, self.how.policy, per_head, self.document.protected)
         protected = protected_mask(n_tokens, spans, self.model.device)
-        selection = choose(self.full, self.scores, POLICIES[self.how.policy], protected, per_head)
-        return gather(self.full, selection, header_of(self.model, self.document, self.how))
+        policy = POLICIES[self.how.policy]
+        selection = choose(self.full, self.scores, policy, protected, per_head)
+        ranks = ranks_of(self.full, self.scores, policy, protected, selection)
+        return gather(self.full, selection, header_of(self.model, self.document, self.how), ranks)
 
     def at(self, per_head: int) -> Compressed:
         """Cut, encode, decode and measure."""

@@ -14,7 +14,7 @@ from precis.budgets.mass import Mass
 from precis.budgets.pyramid import Pyramid
 from precis.budgets.threshold import Threshold
 from precis.budgets.uniform import Uniform
-from precis.scorers import Needs, Scorer
+from precis.scorers import Comparable, Needs, Scorer
 from precis.scorers.blend import Blend
 from precis.scorers.compactor import Compactor
 from precis.scorers.corm import Corm
@@ -70,6 +70,11 @@ class Policy:
                 f"{type(self.allocator).__name__} compares scores across a {wants}, "
                 f"but those of {type(self.scorer).__name__} are comparable across a {has} only"
             )
+
+    @property
+    def nested(self) -> Comparable | None:
+        """Across what a smaller budget keeps a subset, or None: then a snapshot cannot be tightened."""
+        return self.allocator.nested if self.selector.nested else None
 
     @property
     def needs(self) -> Needs:

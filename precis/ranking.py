@@ -56,6 +56,31 @@ def best_with_floor(scores: Tensor, protected: Tensor, n_best: int, floor: int) 
     return counts_of_best(scores, ~(own | protected), n_best - floor * scores.shape[0]) + floor
 
 
+def levels_of(scores: Tensor, kept: Tensor, across: str) -> Tensor:
+    """How long each kept entry would be kept if the budget shrank: [L, K, T] uint8 in [0, 254], 0 where not kept.
+
+    Args:
+        scores: [L, K, T] float32.
+        kept: [L, K, T] bool, the entries that compete; protected ones do not.
+        across: "head", "layer" or "global": the entries among which a level counts.
+    """
+    n_layers, n_kv_heads, n_tokens = scores.shape
+    n_groups = {"head": n_layers * n_kv_heads, "layer": n_layers, "global": 1}[across]
+
+    def by_token(part: Tensor) -> Tensor:
+        """[groups, T * heads of a group] with later tokens first, and lower heads first among those."""
+        return part.reshape(n_groups, -1, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
+
+    open_scores = by_token(scores.float().masked_fill(~kept, float("-inf")))
+    order = torch.sort(open_scores, dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    competing = by_token(kept).sum(-1, keepdim=True).clamp_min(1)
+    levels = 254 - (ranks * 255 // competing)
+    unfolded = levels.reshape(n_groups, n_tokens, -1).transpose(1, 2).flip(-1).reshape(scores.shape)
+    return unfolded.clamp_min(0).masked_fill(~kept, 0).to(torch.uint8)
+
+
 def shared_out(wanted: Tensor, total: int) -> Tensor:
     """Whole numbers near `wanted` that sum to `total`: rounded down, then one more for the largest remainders.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precis.core import Geometry, Prefill, Selection, Snapshot, SnapshotHeader
+from precis.core import Geometry, Prefill, Ranks, Selection, Snapshot, SnapshotHeader
 from precis.policies import Policy
+from precis.ranking import levels_of
 
 
 def protected_mask(n_tokens: int, spans: list[tuple[int, int]], device: torch.device) -> Tensor:
@@ -15,6 +16,25 @@ def protected_mask(n_tokens: int, spans: list[tuple[int, int]], device: torch.de
     for start, stop in spans:
         mask[start:stop] = True
     return mask
+
+
+def ranks_of(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, selection: Selection) -> Ranks | None:
+    """Levels of the kept entries, or None where the policy's selections are not nested."""
+    if policy.nested is None:
+        return None
+    g, n_tokens = prefill.geometry, prefill.n_tokens
+    counts = selection.offsets[1:] - selection.offsets[:-1]
+    heads = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+    index = heads * n_tokens + selection.positions.long()
+    kept = torch.zeros(g.n_layers * g.n_kv_heads * n_tokens, dtype=torch.bool, device=scores.device)
+    kept[index] = True
+    levels = torch.full((g.n_layers, g.n_kv_heads, n_tokens), 255, dtype=torch.uint8, device=scores.device)
+    evicting = evicting_layers(g, n_tokens)
+    if evicting:
+        competing = kept.view(levels.shape)[evicting] & ~protected
+        found = levels_of(scores, competing, policy.nested)
+        levels[evicting] = torch.where(protected, levels[evicting], found)
+    return Ranks(levels.flatten()[index], policy.nested)
 
 
 def choose(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, per_head: int) -> Selection:
@@ -50,7 +70,7 @@ def score(prefill: Prefill, policy: Policy) -> Tensor:
     return policy.scorer.score(part)
 
 
-def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader) -> Snapshot:
+def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader, ranks: Ranks | None = None) -> Snapshot:
     """Copy the selected entries out of the full cache."""
     g, n_tokens = prefill.geometry, prefill.n_tokens
     counts = selection.offsets[1:] - selection.offsets[:-1]
@@ -58,4 +78,4 @@ def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader) -> Sn
     index = head * n_tokens + selection.positions.long()
     keys = prefill.keys.reshape(-1, g.head_dim)[index]
     values = prefill.values.reshape(-1, g.head_dim)[index]
-    return Snapshot(g, header, keys, values, selection.positions, selection.offsets.cpu())
+    return Snapshot(g, header, keys, values, selection.positions, selection.offsets.cpu(), ranks)

@@ -8,8 +8,9 @@ import msgspec
 
 from precis import positions as position_codes
 from precis.codecs import Codec, Layout
-from precis.container import ALIGN, SEAL_BYTES, count_sinks, manifest_of
+from precis.container import ALIGN, count_sinks, manifest_of
 from precis.core import Snapshot
+from precis.manifest import SEAL_BYTES
 
 
 def packed_bytes(snapshot: Snapshot, codec: Codec) -> int:
@@ -23,7 +24,8 @@ def packed_bytes(snapshot: Snapshot, codec: Codec) -> int:
         layout = Layout(tuple(counts[layer]), count_sinks(heads, header.n_sink), g.head_dim)
         parts = [prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values()]
         blobs += sum(size + -size % ALIGN for size in [coded, *parts])
-    manifest = manifest_of(snapshot, codec, counts, [blobs // g.n_layers] * g.n_layers, ["0" * 16] * g.n_layers)
+    manifest = manifest_of(snapshot, codec, counts, [blobs // g.n_layers] * g.n_layers, ["0" * 16] * (g.n_layers + 1))
+    blobs += 0 if snapshot.ranks is None else snapshot.ranks.levels.shape[0]
     return blobs + SEAL_BYTES + len(msgspec.json.encode(manifest))
 
 

@@ -16,6 +16,7 @@ class Allocator(Protocol):
     Attributes:
         needs_comparable: across what it compares scores.
         needs: observations that `allocate` reads.
+        nested: across what smaller budgets keep a subset of the best entries, or None if they need not.
     """
 
     @property
@@ -23,6 +24,9 @@ class Allocator(Protocol):
 
     @property
     def needs(self) -> Needs: ...
+
+    @property
+    def nested(self) -> Comparable | None: ...
 
     def allocate(self, prefill: Prefill, scores: Tensor, protected: Tensor, per_head: int) -> Tensor:
         """Give each kv head its budget.

@@ -30,6 +30,10 @@ class Adaptive:
     needs_comparable: Comparable = "layer"
 
     @property
+    def nested(self) -> Comparable | None:
+        return "layer" if self.safeguard == 0 else None
+
+    @property
     def needs(self) -> Needs:
         return frozenset()
 

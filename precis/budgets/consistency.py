@@ -36,6 +36,7 @@ class Consistency:
     adaptive_share: float = 0.4
     critical_share: float = 0.05
     needs_comparable: Comparable = "head"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

@@ -27,6 +27,7 @@ class Convex:
 
     floor_share: float = 0.2
     needs_comparable: Comparable = "layer"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

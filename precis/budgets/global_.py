@@ -27,6 +27,10 @@ class Global:
     needs_comparable: Comparable = "global"
 
     @property
+    def nested(self) -> Comparable | None:
+        return "global" if self.safeguard == 0 else None
+
+    @property
     def needs(self) -> Needs:
         return frozenset()
 

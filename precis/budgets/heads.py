@@ -27,6 +27,7 @@ class TwoLevel:
 
     table: tuple[tuple[float, ...], ...] = ()
     needs_comparable: Comparable = "global"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

@@ -29,6 +29,7 @@ class Mass:
 
     loss: float = 0.01
     needs_comparable: Comparable = "head"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

@@ -27,6 +27,7 @@ class Pyramid:
 
     beta: float = 20.0
     needs_comparable: Comparable = "head"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

@@ -25,6 +25,7 @@ class Threshold:
 
     at_least: float = 1.0
     needs_comparable: Comparable = "global"
+    nested: Comparable | None = None
 
     @property
     def needs(self) -> Needs:

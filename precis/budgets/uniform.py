@@ -19,6 +19,7 @@ class Uniform:
     """The same budget for every head."""
 
     needs_comparable: Comparable = "head"
+    nested: Comparable | None = "head"
 
     @property
     def needs(self) -> Needs:

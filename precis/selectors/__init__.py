@@ -16,6 +16,7 @@ class Selector(Protocol):
     Attributes:
         needs: observations that `select` reads.
         wants_attention: whether scores must be plain attention weights.
+        nested: whether a smaller budget's selection lies within a larger one's.
     """
 
     @property
@@ -23,6 +24,9 @@ class Selector(Protocol):
 
     @property
     def wants_attention(self) -> bool: ...
+
+    @property
+    def nested(self) -> bool: ...
 
     def select(self, prefill: Prefill, scores: Tensor, budgets: Tensor, protected: Tensor) -> Tensor:
         """Choose entries.

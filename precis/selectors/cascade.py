@@ -27,6 +27,7 @@ class Cascade:
 
     n_windows: int = 4
     wants_attention: bool = False
+    nested: bool = False
 
     @property
     def needs(self) -> Needs:

@@ -30,6 +30,7 @@ class Defensive:
     n_window: int = 32
     mass: float = 0.9
     wants_attention: bool = False
+    nested: bool = False
 
     @property
     def needs(self) -> Needs:

@@ -20,6 +20,7 @@ class TopK:
     """Protected tokens, then the best scores."""
 
     wants_attention: bool = False
+    nested: bool = True
 
     @property
     def needs(self) -> Needs:

@@ -32,6 +32,7 @@ class TwoStage:
     first_stage: float = 0.5
     epsilon: float = 1e-4
     wants_attention: bool = True
+    nested: bool = False
 
     @property
     def needs(self) -> Needs:

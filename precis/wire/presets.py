@@ -29,6 +29,7 @@ class Preset(msgspec.Struct, frozen=True):
         window_cap: share of the budget that the last tokens take at most.
         window_share: share of the budget that goes to the last tokens instead, counting sinks (SAGE-KV).
         evicts: False for `full`.
+        nested: whether its snapshots can be tightened later without reading the document again.
         probes: whether it asks representative questions, which then have to be given.
         finds_budget: the kept share is the method's own, and `keep_ratio` only its ceiling, 1 by default.
         summary: one line for people.
@@ -42,48 +43,52 @@ class Preset(msgspec.Struct, frozen=True):
     evicts: bool = True
     finds_budget: bool = False
     probes: bool = False
+    nested: bool = False
 
 
 PRESETS: dict[str, Preset] = {
     "full": Preset("keeps every entry", evicts=False),
-    "streaming": Preset("keeps the first and the last tokens (StreamingLLM)"),
-    "random": Preset("keeps tokens by chance, the baseline to beat", n_window=64),
-    "snapkv": Preset("keeps what the document's end looks at (SnapKV)", n_window=64),
+    "streaming": Preset("keeps the first and the last tokens (StreamingLLM)", nested=True),
+    "random": Preset("keeps tokens by chance, the baseline to beat", n_window=64, nested=True),
+    "snapkv": Preset("keeps what the document's end looks at (SnapKV)", n_window=64, nested=True),
     "criticalkv": Preset("SnapKV scores, then output perturbation (CriticalKV)", n_window=64),
     "critical-adakv": Preset("CriticalKV with budgets that follow the heads (AdaKV)", n_window=64),
     "adakv": Preset("SnapKV scores, budgets that follow the heads (AdaKV)", n_window=32),
     "pyramidkv": Preset("SnapKV scores, larger budgets for lower layers (PyramidKV)", n_window=64),
     "sage": Preset("one top-k from the last token's query (SAGE-KV)", window_share=0.5),
-    "tova": Preset("keeps what the last token looks at, the same for all heads (TOVA)", n_window=1),
-    "finch": Preset("keeps what the document's end looks at, row by row normalised (FINCH)", n_window=64),
+    "tova": Preset("keeps what the last token looks at, the same for all heads (TOVA)", n_window=1, nested=True),
+    "finch": Preset("keeps what the document's end looks at, row by row normalised (FINCH)", n_window=64, nested=True),
     "h2o": Preset("keeps what the whole document looks at most (H2O)", window_share=0.5),
     "corm": Preset("keeps what any late token looks at more than evenly (CORM)", n_window=64, finds_budget=True),
     "dbudgetkv": Preset("evicts old tokens until attention would suffer (DBudgetKV)", finds_budget=True),
     "cascadingkv": Preset("ever sparser windows over the past (CascadingKV)"),
     "catekv": Preset("prunes heads that look at the same tokens all the time (CateKV)", n_window=64),
-    "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)"),
+    "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)", nested=True),
     "expected-adakv": Preset("ExpectedAttention with budgets that follow the heads (AdaKV)"),
     "critical-expected": Preset("ExpectedAttention, then output perturbation (CriticalKV)"),
-    "keydiff": Preset("keeps the keys least like the average (KeyDiff)"),
-    "knorm": Preset("keeps the shortest keys (Knorm)"),
-    "lagkv": Preset("keeps what stands out against the following block (LagKV)", n_window=128),
-    "compactor": Preset("leverage of keys and local attention (Compactor)", n_sink=8, n_window=4),
+    "keydiff": Preset("keeps the keys least like the average (KeyDiff)", nested=True),
+    "knorm": Preset("keeps the shortest keys (Knorm)", nested=True),
+    "lagkv": Preset("keeps what stands out against the following block (LagKV)", n_window=128, nested=True),
+    "compactor": Preset("leverage of keys and local attention (Compactor)", n_sink=8, n_window=4, nested=True),
     "defensivekv": Preset("worst case over the document's end (DefensiveKV)", n_window=32),
     "layer-defensivekv": Preset("DefensiveKV with one budget for all layers (LayerDefensiveKV)", n_window=32),
-    "kvzip": Preset("keeps what the model reads when it repeats the document (KVzip)"),
-    "kvzip-uniform": Preset("KVzip with the same budget for every head"),
-    "kvzip-layer": Preset("KVzip with the same budget for every layer"),
+    "kvzip": Preset("keeps what the model reads when it repeats the document (KVzip)", nested=True),
+    "kvzip-uniform": Preset("KVzip with the same budget for every head", nested=True),
+    "kvzip-layer": Preset("KVzip with the same budget for every layer", nested=True),
     "kvzip-head": Preset("KVzip's scores decide which heads keep everything", n_window=64),
-    "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)"),
+    "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)", nested=True),
     "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
     "fisher": Preset(
-        "keeps values by their Fisher information while the document is repeated", n_window=32, window_cap=0.25
+        "keeps what the repetition's predictions depend on",
+        n_window=32,
+        window_cap=0.25,
+        nested=True,
     ),
     "kvzip-fisher": Preset(
-        "KVzip's attention and the values' Fisher information together", n_window=32, window_cap=0.25
+        "KVzip's attention and Fisher information together", n_window=32, window_cap=0.25, nested=True
     ),
-    "probes": Preset("keeps what given questions, and answers to them, look at", probes=True),
-    "kvzip-probes": Preset("KVzip, and what given questions look at", probes=True),
+    "probes": Preset("keeps what given questions, and answers to them, look at", probes=True, nested=True),
+    "kvzip-probes": Preset("KVzip, and what given questions look at", probes=True, nested=True),
 }
 
 

@@ -58,6 +58,9 @@ def test_presets_policies_and_codecs_have_the_same_names() -> None:
     assert list(POLICIES) == list(PRESETS)
     assert tuple(CODECS) == CODEC_NAMES
     assert tuple(VIEWS) == VIEW_NAMES
+    for name, preset in PRESETS.items():
+        nested = POLICIES[name].nested is not None and preset.evicts and not preset.window_share
+        assert preset.nested == nested, name
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,0 +1,112 @@
+"""Cut a stored snapshot down to a smaller budget, without the model and without reading the document again.
+
+Only for policies whose selections are nested. The levels stored with the entries say which go first; kept entries are
+decoded and encoded again as the codec has them, before RoPE where it works there. Levels tell
+255 steps of a ranking apart: where two entries share one, the earlier token goes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from precis.container import CODECS, Packed, read_layer, sealed, write_layer
+from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
+from precis.errors import SnapshotCorrupt
+from precis.manifest import Manifest
+from precis.ranking import levels_of
+
+_ALWAYS = 255
+
+
+def tighten(
+    manifest: Manifest,
+    blobs: list[bytes],
+    geometry: Geometry,
+    per_head: int,
+    header: SnapshotHeader,
+    key: bytes = b"",
+) -> Packed:
+    """Keep `per_head` entries per kv head on average, as the policy would have.
+
+    Args:
+        manifest: opened, checked, and with levels.
+        blobs: of its layers, and the levels.
+        geometry: of the model.
+        per_head: of the layers that evict, at least the protected tokens, at most what is there.
+        header: of the tightened snapshot.
+        key: seals it, if not empty.
+
+    Raises:
+        SnapshotCorrupt: if a byte is wrong.
+        ValueError: if the snapshot has no levels.
+    """
+    if not manifest.ranked:
+        raise ValueError("the snapshot's policy does not nest its selections")
+    n = sum(map(sum, manifest.counts))
+    raw = blobs[manifest.n_layers] if len(blobs) > manifest.n_layers else b""
+    if len(raw) != n or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
+        raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
+    layers = [read_layer(manifest, layer, blobs[layer], torch.device("cpu")) for layer in range(manifest.n_layers)]
+    positions = torch.from_numpy(np.concatenate([head for heads, _, _ in layers for head in heads]))
+    counts = torch.tensor(manifest.counts).flatten()
+    stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+    levels = dense(stored, positions, counts, geometry, manifest.n_tokens)
+    keep, again = choose(levels, geometry, manifest.n_tokens, per_head, manifest.ranked)
+    codec, new_blobs, kept_positions, kept_levels, new_counts = CODECS[manifest.codec], [], [], [], []
+    for layer, (heads, keys, values) in enumerate(layers):
+        inside = [keep[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(heads)]
+        mask = torch.cat(inside)
+        fewer = [own[chosen.numpy()] for own, chosen in zip(heads, inside, strict=True)]
+        new_blobs.append(write_layer(fewer, keys[mask], values[mask], codec, header))
+        kept_positions += fewer
+        kept_levels += [again[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(fewer)]
+        new_counts += [len(own) for own in fewer]
+    nothing = torch.zeros(sum(new_counts), geometry.head_dim)
+    told = Snapshot(
+        geometry,
+        header,
+        nothing,
+        nothing,
+        torch.from_numpy(np.concatenate(kept_positions)),
+        torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(new_counts).cumsum(0)]),
+        Ranks(torch.cat(kept_levels), manifest.ranked),
+    )
+    return sealed(told, codec, new_blobs, key)
+
+
+def dense(levels: Tensor, positions: Tensor, counts: Tensor, geometry: Geometry, n_tokens: int) -> Tensor:
+    """Levels [N] of kept entries -> [L, K, T] int16, -1 where nothing is kept."""
+    found = torch.full((counts.shape[0], n_tokens), -1, dtype=torch.int16)
+    heads = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
+    found[heads, positions.long()] = levels.to(torch.int16)
+    return found.reshape(geometry.n_layers, geometry.n_kv_heads, n_tokens)
+
+
+def choose(levels: Tensor, geometry: Geometry, n_tokens: int, per_head: int, across: str) -> tuple[Tensor, Tensor]:
+    """What is kept [L, K, T] bool, and the levels of what is [L, K, T] uint8."""
+    kept = levels >= 0
+    always = levels == _ALWAYS
+    evicting = [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, n_tokens)]
+    part = levels[evicting].float()
+    free = (kept & ~always)[evicting]
+    n_groups = {"head": part.shape[0] * part.shape[1], "layer": part.shape[0], "global": 1}[across]
+    n_heads = part.shape[0] * part.shape[1] // n_groups
+    n_always = always[evicting].reshape(n_groups, -1).sum(-1, keepdim=True)
+    room = (per_head * n_heads - n_always).clamp_min(0)
+
+    def by_token(part: Tensor) -> Tensor:
+        return part.reshape(n_groups, n_heads, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
+
+    order = torch.sort(by_token(part.masked_fill(~free, -1)), dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    chosen = ((ranks < room) & by_token(free)).reshape(n_groups, n_tokens, n_heads).transpose(1, 2).flip(-1)
+    keep = kept.clone()
+    keep[evicting] = always[evicting] | chosen.reshape(part.shape)
+    again = torch.full(levels.shape, _ALWAYS, dtype=torch.uint8)
+    again[evicting] = torch.where(
+        always[evicting], torch.tensor(_ALWAYS, dtype=torch.uint8), levels_of(part, keep[evicting] & free, across)
+    )
+    return keep, again

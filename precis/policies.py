@@ -118,7 +118,7 @@ POLICIES: dict[str, Policy] = {
     "kvzip-plus": Policy(KVzip(plus=True), Global(), TopK()),
     "kvzip-critical": Policy(_KVZIP, Global(), TwoStage()),
     "fisher": Policy(Fisher(), Global(), TopK()),
-    "kvzip-fisher": Policy(Fisher(attention_share=0.5), Global(), TopK()),
+    "kvzip-fisher": Policy(Fisher(attention=True), Global(), TopK()),
     "probes": Policy(Probing(), Global(), TopK()),
     "kvzip-probes": Policy(Blend((_KVZIP, Probing()), (1.0, 1.0)), Global(), TopK()),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from precis.errors import BudgetTooSmall
+from precis.errors import BudgetTooSmall, InvalidRequest
 from precis.wire.presets import PRESETS, Compression
 
 
@@ -60,3 +60,35 @@ def check_budget(n_tokens: int, compression: Compression, spans: Iterable[tuple[
             n_protected=n_protected,
         )
     return per_head
+
+
+def tighter(
+    how: Compression, keep_ratio: float, n_tokens: int, kept_ratio: float, spans: Iterable[tuple[int, int]]
+) -> Compression:
+    """The compression of a context that is to keep less than it does.
+
+    Args:
+        how: what it was compressed by.
+        keep_ratio: what it is to keep.
+        n_tokens: T.
+        kept_ratio: what it keeps now.
+        spans: protected besides the policy's own.
+
+    Raises:
+        InvalidRequest: if the policy cannot be tightened, or nothing would be dropped.
+        BudgetTooSmall: if the protected tokens do not fit.
+    """
+    spans = list(spans)
+    fewer = Compression(how.policy, keep_ratio, how.codec, None, None, how.probes)
+    if not PRESETS[how.policy].nested:
+        raise InvalidRequest(f"snapshots of the policy {how.policy} cannot be tightened: upload the document again")
+    per_head, now = budget_per_head(n_tokens, fewer), round(kept_ratio * n_tokens)
+    if per_head >= now:
+        raise InvalidRequest(f"the context keeps {kept_ratio:g} already: tighten it to less, or upload it again")
+    check_budget(n_tokens, fewer, spans)
+    if protected_spans(n_tokens, how.policy, per_head, spans) != protected_spans(n_tokens, how.policy, now, spans):
+        raise InvalidRequest(
+            f"at keep_ratio {keep_ratio:g} the policy {how.policy} protects fewer of the last tokens than this "
+            "snapshot does, so that it cannot be cut down to that: upload the document again"
+        )
+    return fewer

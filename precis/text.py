@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from precis.detokenize import Detokenizer
 from precis.errors import InvalidRequest, UnsupportedModel
-from precis.wire.messages import Message, ModelCard
+from precis.wire.messages import Message, ModelCard, around
 
 _REPEAT_FIRST = "Repeat the previous context exactly."
 _REPEAT_NEXT = "Repeat the part of the previous context exactly, starting with "
@@ -41,8 +41,7 @@ class ContextPart:
     @property
     def protected(self) -> list[tuple[int, int]]:
         """The template's own tokens around the body, which are always kept."""
-        around = [(0, self.body[0]), (self.body[1], len(self.token_ids))]
-        return [(start, stop) for start, stop in around if start < stop]
+        return around(self.body, len(self.token_ids))
 
 
 class Prompter:

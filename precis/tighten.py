@@ -26,6 +26,7 @@ def tighten(
     blobs: list[bytes],
     geometry: Geometry,
     per_head: int,
+    n_protected: int,
     header: SnapshotHeader,
     key: bytes = b"",
 ) -> Packed:
@@ -36,12 +37,13 @@ def tighten(
         blobs: of its layers, and the levels.
         geometry: of the model.
         per_head: of the layers that evict, at least the protected tokens, at most what is there.
+        n_protected: tokens that every head keeps at this budget; the snapshot must have protected as many.
         header: of the tightened snapshot.
         key: seals it, if not empty.
 
     Raises:
         SnapshotCorrupt: if a byte is wrong.
-        ValueError: if the snapshot has no levels.
+        ValueError: if the snapshot has no levels, protected other tokens, or keeps less already.
     """
     if not manifest.ranked:
         raise ValueError("the snapshot's policy does not nest its selections")
@@ -54,6 +56,11 @@ def tighten(
     counts = torch.tensor(manifest.counts).flatten()
     stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     levels = dense(stored, positions, counts, geometry, manifest.n_tokens)
+    evicting = [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, manifest.n_tokens)]
+    if not bool(((levels[evicting] == _ALWAYS).sum(-1) == n_protected).all()):
+        raise ValueError("the snapshot protects other tokens than the smaller budget would")
+    if int((levels[evicting] >= 0).sum()) < per_head * len(evicting) * geometry.n_kv_heads:
+        raise ValueError("the snapshot keeps less than that already")
     keep, again = choose(levels, geometry, manifest.n_tokens, per_head, manifest.ranked)
     codec, new_blobs, kept_positions, kept_levels, new_counts = CODECS[manifest.codec], [], [], [], []
     for layer, (heads, keys, values) in enumerate(layers):

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
 from precis.fingerprint import of_context
-from precis.protection import check_budget
+from precis.protection import check_budget, tighter
 from precis.text import ContextPart, Prompter
 from precis.wire.messages import ContextRecord, Message
 from precis.wire.presets import resolve
 from service.records import expired
-from service.schemas import ContextIn, ContextPatch, context_out
+from service.schemas import ContextIn, ContextPatch, context_out, kept_ratio
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -211,14 +211,26 @@ async def get_context(context_id: str, state: StateDep) -> dict[str, Any]:
 
 @router.patch("/{context_id}")
 async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep) -> dict[str, Any]:
-    """Change expiry, pin, name or metadata."""
+    """Change expiry, pin, name or metadata; or keep less, which makes the context queued until it is cut."""
     record = await state.records.get(context_id)
     if expired(record):
         record = await state.ready_context(context_id)
     changes: dict[str, Any] = wanted.model_dump(include={"name", "metadata"}, exclude_none=True)
     if wanted.pinned is not None or wanted.ttl_s is not None or wanted.expire_time is not None:
         changes |= {"pinned": bool(wanted.pinned), "expire_at": _expire_at(state, wanted, time.time())}
-    return context_out(await state.records.patch(record, **changes) if changes else record)
+    if changes:
+        record = await state.records.patch(record, **changes)
+    if wanted.compression is not None:
+        record = await _tighten(state, record, wanted.compression.keep_ratio)
+    return context_out(record)
+
+
+async def _tighten(state: State, record: ContextRecord, keep_ratio: float) -> ContextRecord:
+    record = await state.ready_context(record.id)
+    card = await state.fleet.card(record.model)
+    how = tighter(record.compression, keep_ratio, record.n_tokens, kept_ratio(record) or 1.0, record.protected)
+    await state.fleet.need_worker(record.model, job="compress")
+    return await state.records.tighten(record, how, card.digest)
 
 
 @router.delete("/{context_id}")

@@ -9,10 +9,12 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from precis.errors import ContextNotFound, QueueFull, StoreFull
+from precis.errors import ContextNotFound, ContextNotReady, InvalidRequest, QueueFull, StoreFull
+from precis.fingerprint import of_context
 from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob, ContextRecord
+from precis.wire.presets import Compression
 from service import metrics
 from service.store import Stores
 
@@ -58,6 +60,20 @@ redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 if ARGV[2] == '' then redis.call('ZREM', KEYS[2], ARGV[1]) else redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1]) end
 return 1
 """
+# Queues a ready context once more, with a smaller budget; from then on it is another upload's equal.
+_REQUEUE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end
+if redis.call('HGET', KEYS[1], 'status') ~= '"ready"' or redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'changed' end
+if redis.call('EXISTS', KEYS[3]) == 1 then return redis.call('GET', KEYS[3]) end
+if redis.call('XLEN', KEYS[5]) >= tonumber(ARGV[2]) then return 'full' end
+redis.call('HINCRBY', KEYS[4], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
+redis.call('HINCRBY', KEYS[4], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
+redis.call('DEL', KEYS[2])
+redis.call('SET', KEYS[3], ARGV[1])
+redis.call('HSET', KEYS[1], unpack(ARGV, 4))
+redis.call('XADD', KEYS[5], '*', 'job', ARGV[3], 'attempt', 0)
+return 'queued'
+"""
 
 
 class Records:
@@ -69,6 +85,7 @@ class Records:
         self._create = self._queue.register_script(_CREATE)
         self._remove = self._queue.register_script(_REMOVE)
         self._patch = self._queue.register_script(_PATCH)
+        self._requeue = self._queue.register_script(_REQUEUE)
 
     async def create(self, record: ContextRecord, token_ids: bytes) -> tuple[ContextRecord, bool]:
         """Store a context and queue its compression, or find the one that already has this fingerprint.
@@ -169,6 +186,44 @@ class Records:
             raise ContextNotFound(f"there is no context {record.id}")
         for key in await self._parts(record.id):
             await (self._store.persist(key) if expire_at is None else self._store.pexpireat(key, int(expire_at * 1000)))
+        return await self.get(record.id)
+
+    async def tighten(self, record: ContextRecord, how: Compression, model_digest: str) -> ContextRecord:
+        """Queue a ready context to be cut down to a smaller budget.
+
+        Args:
+            record: ready.
+            how: the new compression.
+            model_digest: of the model that serves it.
+
+        Raises:
+            ContextNotFound, ContextNotReady: if it was deleted or changed meanwhile.
+            InvalidRequest: naming the context that has this document at this budget already.
+            QueueFull: if too many contexts wait; nothing was changed then.
+        """
+        tokens = await self._queue.get(keys.tokens(record.id))
+        if tokens is None:
+            raise ContextNotFound(f"there is no context {record.id}")
+        fingerprint = of_context(model_digest, tokens, how.parameters())
+        changes = record_fields(compression=how, fingerprint=fingerprint, status="queued", fidelity=None)
+        where = [
+            keys.context(record.id),
+            keys.fingerprint(record.fingerprint),
+            keys.fingerprint(fingerprint),
+            keys.TOTALS,
+            keys.compress_jobs(record.model),
+        ]
+        fields = [part for pair in changes.items() for part in pair]
+        args = [record.id, self._limit, encode(CompressJob(record.id)), *fields]
+        answer: str = (await self._requeue(keys=where, args=args)).decode()
+        if answer == "gone":
+            raise ContextNotFound(f"there is no context {record.id}")
+        if answer == "changed":
+            raise ContextNotReady(f"context {record.id} is being changed: try again")
+        if answer == "full":
+            raise QueueFull(f"{self._limit} contexts are waiting or running, which is the limit", retry_after_s=10)
+        if answer != "queued":
+            raise InvalidRequest(f"context {answer} has the same document at this budget already")
         return await self.get(record.id)
 
     async def delete(self, record: ContextRecord) -> int:

@@ -80,6 +80,12 @@ class ContextIn(Strict):
         return self
 
 
+class TighterIn(Strict):
+    """A smaller budget for a context that is there already."""
+
+    keep_ratio: float = Field(gt=0, lt=1)
+
+
 class ContextPatch(Strict):
     """What may change later."""
 
@@ -88,6 +94,7 @@ class ContextPatch(Strict):
     pinned: bool | None = None
     name: str | None = Field(None, max_length=128)
     metadata: Metadata | None = Field(None, max_length=16)
+    compression: TighterIn | None = None
 
     @model_validator(mode="after")
     def _one_expiry(self) -> ContextPatch:
@@ -220,7 +227,7 @@ def context_out(record: ContextRecord) -> dict[str, Any]:
             "raw_bytes": record.raw_bytes,
             "stored_bytes": 0 if gone else record.stored_bytes,
             "ratio": ratio,
-            "kept_ratio": _kept_ratio(record),
+            "kept_ratio": kept_ratio(record),
             "tier": None if gone or record.status != "ready" else "redis",
         },
         "fidelity": None
@@ -239,7 +246,7 @@ def _policy_out(record: ContextRecord) -> dict[str, Any]:
     return found
 
 
-def _kept_ratio(record: ContextRecord) -> float | None:
+def kept_ratio(record: ContextRecord) -> float | None:
     """Share of all entries that the snapshot holds, which a bound or the method may have found; None until ready."""
     if not record.head_counts:
         return None

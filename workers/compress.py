@@ -9,16 +9,23 @@ from typing import Any
 
 import numpy as np
 import redis
+import structlog
 import torch
 
-from precis.container import CODECS
-from precis.core import Snapshot
-from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
+from precis.container import CODECS, Packed, check_manifest
+from precis.core import Snapshot, SnapshotHeader
+from precis.errors import ContextNotFound, OutOfMemory, SnapshotError, SnapshotStale
+from precis.fidelity import Fidelity
+from precis.fingerprint import of_context
 from precis.full_cache import Between
-from precis.pipeline import Compressed, compress, document_of
+from precis.manifest import open_manifest
+from precis.pipeline import compress, document_of, load
+from precis.protection import budget_per_head, count_protected
 from precis.sizes import head_bytes
 from precis.text import ContextPart
+from precis.tighten import tighten
 from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
+from precis.wire.presets import Compression
 from workers import metrics
 from workers.events import emit
 from workers.models import Served
@@ -26,7 +33,13 @@ from workers.records import Records
 from workers.snapshots import SnapshotStore
 
 _PROGRESS_S = 0.25
-_STATUS_OF_STAGE = {"prefill": "prefilling", "score": "compressing", "search": "compressing", "encode": "compressing"}
+_STATUS_OF_STAGE = {
+    "prefill": "prefilling",
+    "score": "compressing",
+    "search": "compressing",
+    "tighten": "compressing",
+    "encode": "compressing",
+}
 
 
 @dataclass(slots=True)
@@ -54,6 +67,20 @@ class Progress:
             changes["processed"] = done
         self.records.mark(self.record, **changes)
         emit(self.client, self.record.id, ProgressEvent(status, stage, done, total))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A snapshot to be published.
+
+    Attributes:
+        fidelity: None of a tightened snapshot, whose full cache is long gone.
+    """
+
+    packed: Packed
+    snapshot: Snapshot
+    raw_bytes: int
+    fidelity: Fidelity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +116,10 @@ class Compressor:
         self.publish(record, made)
         stored_at = time.monotonic()
         began = progress.began
-        scoring = next(began[stage] for stage in ("score", "search", "encode") if stage in began)
+        scoring = next(began[stage] for stage in ("score", "search", "encode", "tighten") if stage in began)
         timings = {
             "queue_ms": max(0.0, (time.time() - record.created_at - (stored_at - started)) * 1000),
-            "prefill_ms": (scoring - began["prefill"]) * 1000,
+            "prefill_ms": (scoring - began.get("prefill", scoring)) * 1000,
             "compress_ms": (compressed_at - scoring) * 1000,
             "store_ms": (stored_at - compressed_at) * 1000,
         }
@@ -101,8 +128,8 @@ class Compressor:
         metrics.COMPRESS_SECONDS.observe(stored_at - started)
         return made.snapshot
 
-    def make(self, record: ContextRecord, between: Between) -> Compressed:
-        """Compress a context's source tokens.
+    def make(self, record: ContextRecord, between: Between) -> Made:
+        """Compress a context's source tokens, or cut down a looser snapshot of them if there is one.
 
         Raises:
             SnapshotMissing: if the source tokens are gone.
@@ -112,10 +139,14 @@ class Compressor:
         served = self.served
         if record.tokenizer_digest != served.card.tokenizer_digest:
             raise SnapshotStale("the context was made with another tokenizer or chat template: upload it again")
-        token_ids = np.frombuffer(self.records.raw_tokens(record.id), "<i4").tolist()
+        tokens = self.records.raw_tokens(record.id)
+        cut = self.tightened(record, tokens, between)
+        if cut is not None:
+            return cut
+        token_ids = np.frombuffer(tokens, "<i4").tolist()
         part = ContextPart(token_ids, record.body, tuple(record.roles))
         try:
-            return compress(
+            made = compress(
                 served.model,
                 served.rotary,
                 document_of(served.prompter, part, record.compression.probes),
@@ -123,10 +154,36 @@ class Compressor:
                 self.seal_key,
                 between,
             )
+            return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the device has no room for the full cache of {record.n_tokens} tokens") from error
 
-    def publish(self, record: ContextRecord, made: Compressed) -> None:
+    def tightened(self, record: ContextRecord, tokens: bytes, between: Between) -> Made | None:
+        """The stored snapshot cut down to the record's budget, if it is of the same document and policy, and sound."""
+        served, how = self.served, record.compression
+        geometry = served.model.geometry
+        per_head = budget_per_head(record.n_tokens, how)
+        try:
+            manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
+            before = of_context(served.card.digest, tokens, manifest.policy)
+            check_manifest(manifest, geometry, before)
+            n_entries = sum(map(sum, manifest.counts))
+            if not manifest.ranked or how.searches or not _looser(manifest.policy, how):
+                return None
+            between("tighten", 0, 1)
+            blobs = list(self.store.blobs(record.id, [*manifest.blob_bytes, n_entries]))
+            now = of_context(served.card.digest, tokens, how.parameters())
+            header = SnapshotHeader(now, record.n_tokens, record.n_tokens, manifest.n_sink, how.parameters())
+            n_protected = count_protected(record.n_tokens, how.policy, per_head, record.protected)
+            packed = tighten(manifest, blobs, geometry, per_head, n_protected, header, self.seal_key)
+            snapshot = load(served.model, served.rotary, packed, now, self.seal_key)
+        except (SnapshotError, ValueError) as error:
+            structlog.get_logger("worker").info("not_tightened", context=record.id, why=str(error))
+            return None
+        metrics.TIGHTENED.inc()
+        return Made(packed, snapshot, geometry.raw_bytes(record.n_tokens), None)
+
+    def publish(self, record: ContextRecord, made: Made) -> None:
         """Store a snapshot with the record's present expiry.
 
         Raises:
@@ -140,9 +197,9 @@ class Compressor:
             self.store.remove(record.id)
             raise ContextNotFound(f"context {record.id} was deleted")
 
-    def mark_ready(self, record: ContextRecord, made: Compressed, timings: dict[str, float]) -> None:
+    def mark_ready(self, record: ContextRecord, made: Made, timings: dict[str, float]) -> None:
         """Record what was made; from now on the context can be asked."""
-        snapshot, packed = made.snapshot, made.packed
+        snapshot, packed, found = made.snapshot, made.packed, made.fidelity
         g = snapshot.geometry
         counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
         self.records.mark(
@@ -151,7 +208,7 @@ class Compressor:
             processed=record.n_tokens,
             raw_bytes=made.raw_bytes,
             stored_bytes=packed.n_bytes,
-            fidelity=FidelityRecord(made.fidelity.kl, made.fidelity.top1_agreement, made.fidelity.n_tokens),
+            fidelity=None if found is None else FidelityRecord(found.kl, found.top1_agreement, found.n_tokens),
             timings={name: round(value, 3) for name, value in timings.items()},
             head_counts=counts,
             head_bytes=head_bytes(snapshot, CODECS[record.compression.codec]),
@@ -160,3 +217,11 @@ class Compressor:
         metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
         metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)
         emit(self.client, record.id, ReadyEvent())
+
+
+def _looser(policy: dict[str, str | int | float], how: Compression) -> bool:
+    """Whether a snapshot's policy differs from a wanted one by its budget only."""
+    bounds = ("keep_ratio", "max_bytes", "max_kl")
+    theirs = {name: value for name, value in policy.items() if name not in bounds}
+    ours = {name: value for name, value in how.parameters().items() if name not in bounds}
+    return theirs == ours and policy != how.parameters()

@@ -55,6 +55,7 @@ def main() -> None:
     run_parser.add_argument("--ratios", default="0.25,0.125")
     run_parser.add_argument("--codec", default="", help="raw16, int8, int4; by default none: eviction alone")
     run_parser.add_argument("--formats", default="prefix,plain")
+    run_parser.add_argument("--forced", action="store_true", help="only teacher-forced answers: faster, and no F1")
     run_parser.add_argument("--model", default=str(folder_of_default(Path("~/.local/share/precis").expanduser())))
     run_parser.add_argument("--out", type=Path, required=True)
     report_parser = commands.add_parser("report")
@@ -112,7 +113,7 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
                 continue
             snapshot, n_bytes = _coded(served, cut, arguments.codec)
             for form in formats:
-                answers = asking.measure(model, snapshot, asked[form], prompter, ends)
+                answers = asking.measure(model, snapshot, asked[form], prompter, ends, decode=not arguments.forced)
                 yield {
                     "document": text.name,
                     "format": form,

@@ -257,6 +257,16 @@ class ContextRecord(msgspec.Struct, frozen=True):
     layer_bytes: list[int] = []
     error: Problem | None = None
 
+    @property
+    def protected(self) -> list[tuple[int, int]]:
+        """The template's own tokens around the body, which are always kept."""
+        return around(self.body, self.n_tokens)
+
+
+def around(body: tuple[int, int], n_tokens: int) -> list[tuple[int, int]]:
+    """What lies before and after a span."""
+    return [(start, stop) for start, stop in ((0, body[0]), (body[1], n_tokens)) if start < stop]
+
 
 class WorkerRecord(msgspec.Struct, frozen=True):
     """A live worker; its key expires when it stops beating.

@@ -22,6 +22,7 @@ from precis.prefill import prefill
 from precis.scorers.blend import Blend
 from precis.scorers.corm import Corm
 from precis.scorers.defensive import Defensive as DefensiveScorer
+from precis.scorers.fisher import Fisher
 from precis.scorers.kvzip import KVzip
 from precis.scorers.lagkv import LagKV
 from precis.scorers.probing import Probing
@@ -277,6 +278,24 @@ class LeafStore:
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits.masked_fill(later, float("-inf")).softmax(-1) @ values
+
+
+def test_fisher_scores_follow_their_formula_and_never_fall_below_attentions_share(full: Prefill) -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = torch.rand(4, 4, N_CONTEXT, generator=generator)
+    information = torch.rand(4, 2, N_CONTEXT, generator=generator) ** 4
+    information[:, :, 50] = 0  # the model is sure of what it copies
+    seen = replace(full, observed={RepeatGradients(): torch.cat([attention, information], 1)})
+    distance = (full.values - full.values.mean(2, keepdim=True)).square().sum(-1)
+    torch.testing.assert_close(Fisher().score(seen), information * distance)
+    n_best = attention[:, :2].numel() // 10
+    a = attention.reshape(4, 2, 2, N_CONTEXT).amax(2)
+    a = a / a.flatten().sort(descending=True).values[:n_best].mean()
+    f = information * distance
+    f = f / f.flatten().sort(descending=True).values[:n_best].mean()
+    found = Fisher(attention=True).score(seen)
+    torch.testing.assert_close(found, (a * (f + 0.1 * a**2).sqrt()).sqrt())
+    torch.testing.assert_close(found[..., 50], a[..., 50] * 0.1**0.25)
 
 
 def test_kvzip_plus_is_kvzip_where_norms_are_equal(full: Prefill) -> None:

@@ -12,6 +12,7 @@ from precis.errors import SnapshotCorrupt
 from precis.families import Model, Rotary
 from precis.manifest import open_manifest
 from precis.pipeline import Compressed, compress, header_of, load
+from precis.protection import count_protected
 from precis.ranking import levels_of, rank_per_head
 from precis.tighten import tighten
 from precis.wire.presets import PRESETS, Compression
@@ -35,8 +36,9 @@ def made(model: Model, policy: str, ratio: float, codec: str) -> Compressed:
 def cut(model: Model, loose: Compressed, how: Compression, per_head: int) -> Compressed:
     asked = replace(document(tokens(N_CONTEXT)), probes=PROBES)
     header = header_of(model, asked, how)
+    n_protected = count_protected(N_CONTEXT, how.policy, per_head, asked.protected)
     manifest = open_manifest(loose.packed.manifest, b"key")
-    packed = tighten(manifest, list(loose.packed.blobs), model.geometry, per_head, header, b"key")
+    packed = tighten(manifest, list(loose.packed.blobs), model.geometry, per_head, n_protected, header, b"key")
     snapshot = load(model, Rotary(model, 512), packed, header.fingerprint, b"key")
     return replace(loose, packed=packed, snapshot=snapshot)
 
@@ -81,13 +83,24 @@ def test_damaged_or_missing_levels_are_refused_and_unranked_snapshots_cannot_be_
     blobs = list(loose.packed.blobs)
     for wrong in (blobs[:-1], [*blobs[:-1], blobs[-1][:-1]], [*blobs[:-1], bytes([blobs[-1][0] ^ 1]) + blobs[-1][1:]]):
         with pytest.raises(SnapshotCorrupt, match="levels"):
-            tighten(manifest, wrong, model.geometry, 60, header)
+            tighten(manifest, wrong, model.geometry, 60, 4, header)
     with pytest.raises(SnapshotCorrupt, match="layer 0"):
-        tighten(manifest, [b"", *blobs[1:]], model.geometry, 60, header)
+        tighten(manifest, [b"", *blobs[1:]], model.geometry, 60, 4, header)
     plain = made(model, "critical-adakv", 0.8, "int4")
     assert len(plain.packed.blobs) == 4
     with pytest.raises(ValueError, match="does not nest"):
-        tighten(open_manifest(plain.packed.manifest, b"key"), list(plain.packed.blobs), model.geometry, 60, header)
+        tighten(open_manifest(plain.packed.manifest, b"key"), list(plain.packed.blobs), model.geometry, 60, 4, header)
+
+
+def test_other_protected_tokens_or_more_entries_than_there_are_are_refused() -> None:
+    model = attached()
+    loose = made(model, "kvzip", 0.5, "int4")
+    manifest, blobs = open_manifest(loose.packed.manifest, b"key"), list(loose.packed.blobs)
+    header = SnapshotHeader("f", 150, 150, 4, {})
+    with pytest.raises(ValueError, match="protects other tokens"):
+        tighten(manifest, blobs, model.geometry, 60, 5, header)
+    with pytest.raises(ValueError, match="keeps less"):
+        tighten(manifest, blobs, model.geometry, 76, 4, header)
 
 
 def test_levels_follow_the_ranking() -> None:

@@ -2,10 +2,10 @@
 
 No paper. To second order, replacing a value v by the mean value m changes the predictions by about |v - m|^2 times the
 value's Fisher information. That is blind where the model is sure of what it copies, since the gradient vanishes there;
-KVzip's attention A is not. With `attention`, both are mixed by a geometric mean, in which the Fisher part F counts by its
-square root, as attention does, and cannot fall below a share of A^2: sqrt(A sqrt(F + floor A^2)), each part in units of
-the mean of its best tenth. kvpress' KVGradPress is a relative: it weights repeat attention with output norms and with
-the gradient of the hidden state's norm.
+KVzip's attention A is not. With `attention`, both are mixed by a geometric mean, in which the Fisher part F counts by
+its square root, as attention does, and cannot fall below a share of A^2: sqrt(A sqrt(F + floor A^2)), each part in
+units of the mean of its best tenth. kvpress' KVGradPress is a relative: it weights repeat attention with output norms
+and with the gradient of the hidden state's norm.
 """
 
 from __future__ import annotations

@@ -197,7 +197,8 @@ def test_heads_add_up(stack: Stack, context: dict[str, Any]) -> None:
     kept = sum(head["n_kept"] for layer in body["layers"] for head in layer["heads"])
     assert kept == 8 * round(0.5 * context["usage"]["total_tokens"])
     stored = sum(layer["stored_bytes"] for layer in body["layers"])
-    assert stored < context["storage"]["stored_bytes"] < stored + 2000
+    levels = kept  # one byte per entry, for tightening
+    assert stored + levels < context["storage"]["stored_bytes"] < stored + levels + 2000
 
 
 def test_events_tell_the_work_and_can_be_resumed(stack: Stack) -> None:
@@ -277,6 +278,69 @@ def test_totals_follow_contexts(stack: Stack) -> None:
     assert min(totals()) >= made["storage"]["stored_bytes"] > 0
     stack.http().delete(f"/v1/contexts/{made['id']}")
     wait_for(lambda: totals() == sums())
+
+
+def test_a_context_is_tightened_without_reading_it_again(stack: Stack) -> None:
+    made = upload(stack, DOCUMENT + "tighten")
+    url = f"/v1/contexts/{made['id']}"
+    patched = stack.http().patch(url, json={"compression": {"keep_ratio": 0.3}, "name": "small"})
+    assert patched.status_code == 200
+    assert patched.json()["status"] in ("queued", "compressing")
+    wait_for(lambda: stack.http().get(url).json()["status"] == "ready")
+    small = stack.http().get(url).json()
+    assert small["name"] == "small"
+    assert small["policy"]["keep_ratio"] == 0.3
+    assert small["storage"]["kept_ratio"] == pytest.approx(0.3, abs=0.002)
+    assert small["storage"]["stored_bytes"] < made["storage"]["stored_bytes"] * 0.7
+    assert small["fidelity"] is None
+    assert small["timings"]["prefill_ms"] == 0
+    found = ask(stack, small)
+    assert found.status_code == 200
+    assert found.headers["x-cache"].startswith("hit")
+    again = upload(stack, DOCUMENT + "tighten", compression={**EASY, "keep_ratio": 0.3})
+    assert again["id"] == made["id"]
+    loose = upload(stack, DOCUMENT + "tighten")
+    assert loose["id"] != made["id"]
+    taken = stack.http().patch(f"/v1/contexts/{loose['id']}", json={"compression": {"keep_ratio": 0.3}})
+    assert (taken.status_code, taken.json()["code"]) == (422, "invalid_request")
+    assert made["id"] in taken.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ratio", "keep_ratio", "words"),
+    [
+        ("snapkv", 0.5, 0.5, "already"),
+        ("snapkv", 0.5, 0.9, "already"),
+        ("snapkv", 0.5, 0.05, "always kept"),
+        ("critical-adakv", 0.5, 0.3, "cannot be tightened"),
+        ("kvzip-fisher", 0.3, 0.15, "fewer of the last tokens"),
+        ("snapkv", 0.5, 1.5, "less than 1"),
+    ],
+)
+def test_what_cannot_be_tightened_is_said(
+    stack: Stack, policy: str, ratio: float, keep_ratio: float, words: str
+) -> None:
+    made = upload(stack, DOCUMENT[:450] + "untightened", compression={"policy": policy, "keep_ratio": ratio})
+    refused = stack.http().patch(f"/v1/contexts/{made['id']}", json={"compression": {"keep_ratio": keep_ratio}})
+    assert refused.status_code == 422
+    assert words in refused.text
+    assert stack.http().get(f"/v1/contexts/{made['id']}").json()["status"] == "ready"
+
+
+def test_bounds_and_probes_over_the_api(stack: Stack) -> None:
+    small = upload(stack, DOCUMENT + "bounds", compression={"policy": "kvzip", "max_bytes": 60_000})
+    assert small["status"] == "ready"
+    assert small["storage"]["stored_bytes"] <= 60_000
+    assert small["policy"]["max_bytes"] == 60_000
+    close = upload(stack, DOCUMENT + "bounds", compression={"policy": "kvzip", "codec": "raw16", "max_kl": 0.05})
+    assert close["fidelity"]["kl"] <= 0.05
+    assert 0 < close["storage"]["kept_ratio"] <= 1
+    failed = upload(stack, DOCUMENT + "bounds", compression={"policy": "kvzip", "max_kl": 1e-9})
+    assert failed["error"]["code"] == "bound_not_reached"
+    probed = upload(stack, DOCUMENT + "bounds", compression={"policy": "kvzip-probes", "probes": ["Who jumps?"]})
+    assert probed["policy"]["probes"] == ["Who jumps?"]
+    assert probed["status"] == "ready"
+    assert ask(stack, probed).status_code == 200
 
 
 def test_models_and_workers_are_listed(stack: Stack) -> None:

@@ -133,7 +133,8 @@ def _summary(context: dict[str, Any]) -> Table:
         "raw MB": f"{storage['raw_bytes'] / 1e6:.1f}",
         "stored MB": f"{storage['stored_bytes'] / 1e6:.2f}",
         "ratio": f"{storage['ratio']:.1f}x",
-        "fidelity": f"KL {fidelity.get('kl', 0):.3f}, top-1 {fidelity.get('top1_agreement', 0):.0%}",
+        "kept": f"{storage['kept_ratio']:.1%}",
+        "fidelity": f"KL {fidelity['kl']:.3f}, top-1 {fidelity['top1_agreement']:.0%}" if fidelity else "not measured",
         "seconds": f"{seconds:.1f}",
     }
     for label, value in rows.items():
@@ -234,6 +235,24 @@ def ls(limit: Annotated[int, typer.Option(help="contexts at most")] = 50, url: U
 def show(context: Annotated[str, typer.Argument(help="id of a context")], url: Url = _URL) -> None:
     """Everything about one context, as JSON."""
     _out.print_json(data=Client(url).call("GET", f"/v1/contexts/{context}"))
+
+
+@app.command()
+@_told
+def tighten(
+    context: Annotated[str, typer.Argument(help="id of a context")],
+    keep_ratio: Annotated[float, typer.Argument(help="share of entries to keep, less than now")],
+    url: Url = _URL,
+) -> None:
+    """Keep less of a context, without reading its document again."""
+    client = Client(url)
+    found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
+    if found["status"] not in ("ready", "failed"):
+        _follow(client, found)
+        found = client.call("GET", f"/v1/contexts/{context}")
+    if found["status"] != "ready":
+        raise ApiError((found["error"] or {}).get("detail", f"the context is {found['status']}"))
+    _out.print(_summary(found))
 
 
 @app.command()

@@ -56,6 +56,27 @@ def best_with_floor(scores: Tensor, protected: Tensor, n_best: int, floor: int) 
     return counts_of_best(scores, ~(own | protected), n_best - floor * scores.shape[0]) + floor
 
 
+def rank_across(scores: Tensor, excluded: Tensor, across: str) -> Tensor:
+    """Rank of each entry inside its group: 0 is the best; of equal scores later tokens, then lower heads win.
+
+    Args:
+        scores: [L, K, T].
+        excluded: [L, K, T] bool: ranked behind all others.
+        across: "head", "layer" or "global": what a group is.
+
+    Returns:
+        [L, K, T] int64.
+    """
+    n_layers, n_kv_heads, n_tokens = scores.shape
+    n_groups = {"head": n_layers * n_kv_heads, "layer": n_layers, "global": 1}[across]
+    open_scores = scores.float().masked_fill(excluded, float("-inf"))
+    by_token = open_scores.reshape(n_groups, -1, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
+    order = torch.sort(by_token, dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return ranks.reshape(n_groups, n_tokens, -1).transpose(1, 2).flip(-1).reshape(scores.shape)
+
+
 def levels_of(scores: Tensor, kept: Tensor, across: str) -> Tensor:
     """How long each kept entry would be kept if the budget shrank: [L, K, T] uint8 in [0, 254], 0 where not kept.
 
@@ -64,21 +85,11 @@ def levels_of(scores: Tensor, kept: Tensor, across: str) -> Tensor:
         kept: [L, K, T] bool, the entries that compete; protected ones do not.
         across: "head", "layer" or "global": the entries among which a level counts.
     """
-    n_layers, n_kv_heads, n_tokens = scores.shape
-    n_groups = {"head": n_layers * n_kv_heads, "layer": n_layers, "global": 1}[across]
-
-    def by_token(part: Tensor) -> Tensor:
-        """[groups, T * heads of a group] with later tokens first, and lower heads first among those."""
-        return part.reshape(n_groups, -1, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
-
-    open_scores = by_token(scores.float().masked_fill(~kept, float("-inf")))
-    order = torch.sort(open_scores, dim=-1, descending=True, stable=True).indices
-    ranks = torch.empty_like(order)
-    ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-    competing = by_token(kept).sum(-1, keepdim=True).clamp_min(1)
-    levels = 254 - (ranks * 255 // competing)
-    unfolded = levels.reshape(n_groups, n_tokens, -1).transpose(1, 2).flip(-1).reshape(scores.shape)
-    return unfolded.clamp_min(0).masked_fill(~kept, 0).to(torch.uint8)
+    n_groups = {"head": scores.shape[0] * scores.shape[1], "layer": scores.shape[0], "global": 1}[across]
+    competing = kept.reshape(n_groups, -1).sum(-1).clamp_min(1)
+    per_head = competing.repeat_interleave(scores.shape[0] * scores.shape[1] // n_groups)
+    levels = 254 - rank_across(scores, ~kept, across) * 255 // per_head.reshape(*scores.shape[:2], 1)
+    return levels.clamp_min(0).masked_fill(~kept, 0).to(torch.uint8)
 
 
 def shared_out(wanted: Tensor, total: int) -> Tensor:

@@ -16,7 +16,7 @@ from precis.container import CODECS, Packed, read_layer, sealed, write_layer
 from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.manifest import Manifest
-from precis.ranking import levels_of
+from precis.ranking import levels_of, rank_across
 
 _ALWAYS = 255
 
@@ -101,17 +101,11 @@ def choose(levels: Tensor, geometry: Geometry, n_tokens: int, per_head: int, acr
     free = (kept & ~always)[evicting]
     n_groups = {"head": part.shape[0] * part.shape[1], "layer": part.shape[0], "global": 1}[across]
     n_heads = part.shape[0] * part.shape[1] // n_groups
-    n_always = always[evicting].reshape(n_groups, -1).sum(-1, keepdim=True)
-    room = (per_head * n_heads - n_always).clamp_min(0)
-
-    def by_token(part: Tensor) -> Tensor:
-        return part.reshape(n_groups, n_heads, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
-
-    order = torch.sort(by_token(part.masked_fill(~free, -1)), dim=-1, descending=True, stable=True).indices
-    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-    chosen = ((ranks < room) & by_token(free)).reshape(n_groups, n_tokens, n_heads).transpose(1, 2).flip(-1)
+    n_always = always[evicting].reshape(n_groups, -1).sum(-1)
+    room = (per_head * n_heads - n_always).clamp_min(0).repeat_interleave(n_heads).reshape(*part.shape[:2], 1)
+    chosen = (rank_across(part, ~free, across) < room) & free
     keep = kept.clone()
-    keep[evicting] = always[evicting] | chosen.reshape(part.shape)
+    keep[evicting] = always[evicting] | chosen
     again = torch.full(levels.shape, _ALWAYS, dtype=torch.uint8)
     again[evicting] = torch.where(
         always[evicting], torch.tensor(_ALWAYS, dtype=torch.uint8), levels_of(part, keep[evicting] & free, across)

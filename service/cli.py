@@ -22,7 +22,15 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read a docum
 _out, _err = Console(), Console(stderr=True)
 Url = Annotated[str, typer.Option(envvar="PRECIS_URL", help="server to talk to")]
 _URL = "http://127.0.0.1:8000"
-_STAGES = {"queued": "waiting", "prefill": "reading", "score": "weighing", "scored": "packing", "storing": "storing"}
+_STAGES = {
+    "queued": "waiting",
+    "prefill": "reading",
+    "score": "weighing",
+    "search": "searching",
+    "scored": "packing",
+    "tighten": "cutting",
+    "storing": "storing",
+}
 
 
 def _told(command: Callable[..., None]) -> Callable[..., None]:

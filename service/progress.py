@@ -24,7 +24,8 @@ router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])
 async def context_events(
     context_id: str, state: StateDep, last_event_id: Annotated[str | None, Header()] = None
 ) -> Response:
-    """Follow a context's work as server-sent events: queued, prefill, score, scored, stored, ready or failed."""
+    """Follow a context's work as server-sent events: queued, prefill, score, search, scored, tighten,
+    storing, stored, ready or failed."""
     after = last_event_id or "0-0"
     if not all(part.isdigit() for part in after.split("-")) or after.count("-") > 1:
         raise InvalidRequest("Last-Event-ID must be an id that this stream sent")

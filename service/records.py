@@ -71,6 +71,7 @@ redis.call('HINCRBY', KEYS[4], 'stored_bytes', -tonumber(redis.call('HGET', KEYS
 redis.call('DEL', KEYS[2])
 redis.call('SET', KEYS[3], ARGV[1])
 redis.call('HSET', KEYS[1], unpack(ARGV, 4))
+redis.call('UNLINK', KEYS[6])
 redis.call('XADD', KEYS[5], '*', 'job', ARGV[3], 'attempt', 0)
 return 'queued'
 """
@@ -212,6 +213,7 @@ class Records:
             keys.fingerprint(fingerprint),
             keys.TOTALS,
             keys.compress_jobs(record.model),
+            keys.events(record.id),  # those of the first compression end with ready
         ]
         fields = [part for pair in changes.items() for part in pair]
         args = [record.id, self._limit, encode(CompressJob(record.id)), *fields]

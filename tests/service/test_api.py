@@ -294,6 +294,8 @@ def test_a_context_is_tightened_without_reading_it_again(stack: Stack) -> None:
     assert small["storage"]["stored_bytes"] < made["storage"]["stored_bytes"] * 0.7
     assert small["fidelity"] is None
     assert small["timings"]["prefill_ms"] == 0
+    told = [name for name, _ in frames(stack.http().get(f"{url}/events"))]
+    assert told == ["queued", "tighten", "storing", "stored", "ready"]
     found = ask(stack, small)
     assert found.status_code == 200
     assert found.headers["x-cache"].startswith("hit")

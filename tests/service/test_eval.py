@@ -54,3 +54,19 @@ def test_answers_are_compared_word_by_word() -> None:
     assert f1("The red fox.", "a red fox") == 1.0
     assert f1("red", "red fox") == pytest.approx(2 / 3)
     assert f1("blue", "red fox") == 0.0
+
+
+def test_the_command_line_tightens_and_says_what_was_kept(stack: Stack, tmp_path: Path) -> None:
+    document = tmp_path / "a.txt"
+    document.write_text(TEXT + "tighten by hand")
+    url = ["--url", stack.base_url]
+    put = CliRunner().invoke(app, ["put", str(document), "--policy", "kvzip", "--keep-ratio", "0.5", "--quiet", *url])
+    assert put.exit_code == 0, put.output
+    context = put.output.split()[-1]
+    ran = CliRunner().invoke(app, ["tighten", context, "0.3", *url])
+    assert ran.exit_code == 0, ran.output
+    assert "30.0%" in ran.output
+    assert "not measured" in ran.output
+    refused = CliRunner().invoke(app, ["tighten", context, "0.4", *url])
+    assert refused.exit_code == 1
+    assert "already" in refused.output

@@ -84,13 +84,13 @@ class _GradientStore:
         positions = torch.arange(offset, offset + token_ids.shape[0], device=self.full.keys.device)
         with torch.enable_grad():
             embedded = model.hf.get_input_embeddings()(token_ids.to(model.device)).detach().requires_grad_()
-            out = model.decoder(
+            out = model.hf(  # the whole model: some scale or cap their logits
                 inputs_embeds=embedded[None],
                 position_ids=(self.full.n_tokens + positions)[None],
                 use_cache=False,
                 kv_store=self,
             )
-            logs = model.hf.get_output_embeddings()(out.last_hidden_state[0]).float().log_softmax(-1)
+            logs = out.logits[0].float().log_softmax(-1)
             logs.gather(1, draw(logs.detach(), generator)).sum().backward()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:

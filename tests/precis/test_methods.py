@@ -31,7 +31,7 @@ from precis.scorers.snapkv import SnapKV
 from precis.selectors.cascade import Cascade
 from precis.selectors.defensive import Defensive
 from tests.precis.build import N_CONTEXT, attached, document, read, tokens
-from tests.tiny import tiny
+from tests.tiny import FAMILIES, tiny
 
 N_WINDOW = 16
 
@@ -214,6 +214,29 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
         (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
         expected += gradient.square().sum(-1)
     torch.testing.assert_close(found[:, 4:], expected / len(said), rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_see_the_same_attention_as_the_repetition_alone(family: str) -> None:
+    model = attached(family)
+    full = prefill(model, Rotary(model, 512), document(tokens(60)), [RepeatGradients(), RepeatAttention()])
+    n_heads = model.geometry.n_heads
+    found = full.seen(RepeatGradients())
+    torch.testing.assert_close(found[:, :n_heads], full.seen(RepeatAttention()), atol=1e-5, rtol=1e-3)
+    evicting = [layer for layer in range(4) if model.geometry.evicts(layer, 60)]
+    assert bool((found[evicting, n_heads:].sum(-1) > 0).all())
+
+
+def test_capped_logits_are_differentiated_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all probability on nothing in particular, and so no gradient, if the cap were left out of account."""
+    plain, capped = attached("gemma2"), attached("gemma2", final_logit_softcapping=1e-3)
+    asked = document(tokens(60))
+    n_heads = plain.geometry.n_heads
+    sums = []
+    for model in (plain, capped):
+        found = prefill(model, Rotary(model, 512), asked, [RepeatGradients()]).seen(RepeatGradients())
+        sums.append(float(found[:, n_heads:].sum()))
+    assert sums[1] < sums[0] * 1e-3
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:

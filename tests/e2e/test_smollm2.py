@@ -99,7 +99,7 @@ def ask(up: Up, context: dict[str, Any], question: str = QUESTION, **more: Any) 
 
 
 def test_the_default_snapshot_is_small_and_close(context: dict[str, Any]) -> None:
-    assert context["policy"] == {"policy": "kvzip-fisher", "keep_ratio": 0.25, "codec": "int4"}
+    assert context["policy"] == {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
     assert context["storage"]["ratio"] > 13
     assert context["fidelity"]["kl"] < 0.2
     assert context["fidelity"]["top1_agreement"] > 0.85

@@ -64,7 +64,7 @@ def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
     policy: dict[str, str | int | float] = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
     assert (
         of_context("m", b"\x01\x00\x00\x00", policy)
-        == "b7d5ac29fea5dd4a7bf00fb9df3e227d1486a17b0a20b6a19ea98f660643ae89"
+        == "86c3031b5b82498dd5615b1cef4349446fc2873f8ccb0c733dd6fc4e87baa8f3"
     )
 
 
@@ -130,8 +130,8 @@ def test_bounds_and_probes_are_part_of_what_a_snapshot_is() -> None:
     assert resolve(max_bytes=5000).estimated_bytes(1_000_000) == 5000
 
 
-def test_defaults_are_the_best_policy_at_a_quarter_in_int4() -> None:
-    assert resolve(None, None, None) == Compression("kvzip-fisher", 0.25, "int4")
+def test_defaults_are_kvzip_at_a_quarter_in_int4() -> None:
+    assert resolve(None, None, None) == Compression("kvzip", 0.25, "int4")
     assert resolve("auto") == resolve()
     assert resolve("full", None, None).keep_ratio == 1.0
 

@@ -53,6 +53,10 @@ class Geometry:
         """Whether this layer is compressed. A layer whose window is already full bounds its cache by itself."""
         return self.first_visible(layer, n_tokens) == 0
 
+    def evicting_layers(self, n_tokens: int) -> list[int]:
+        """Layers that are compressed; the others keep their full sliding window."""
+        return [layer for layer in range(self.n_layers) if self.evicts(layer, n_tokens)]
+
     def n_entries(self, n_tokens: int) -> int:
         """Entries of the full cache: what a query at position `n_tokens` can see, over all layers and kv heads."""
         return self.n_kv_heads * sum(n_tokens - self.first_visible(layer, n_tokens) for layer in range(self.n_layers))
@@ -134,6 +138,12 @@ class Selection:
         offsets = torch.zeros(n_layers * n_kv_heads + 1, dtype=torch.int64, device=keep.device)
         torch.cumsum(counts, 0, out=offsets[1:])
         return Selection(keep.nonzero()[:, 2].to(torch.int32), offsets)
+
+    def flat_index(self, n_tokens: int) -> Tensor:
+        """[N] int64: where the entries lie in a tensor [L, K, T] that is seen as one row."""
+        counts = self.offsets[1:] - self.offsets[:-1]
+        heads = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+        return heads * n_tokens + self.positions.long()
 
 
 @dataclass(frozen=True, slots=True)

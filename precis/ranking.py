@@ -16,11 +16,7 @@ def rank_per_head(scores: Tensor, excluded: Tensor) -> Tensor:
     Returns:
         [L, K, T] int64.
     """
-    open_scores = scores.float().masked_fill(excluded, float("-inf")).flip(-1)
-    order = torch.sort(open_scores, dim=-1, descending=True, stable=True).indices
-    ranks = torch.empty_like(order)
-    ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-    return ranks.flip(-1)
+    return rank_across(scores, excluded, "head")
 
 
 def counts_of_best(scores: Tensor, open_mask: Tensor, n_best: int) -> Tensor:
@@ -56,19 +52,23 @@ def best_with_floor(scores: Tensor, protected: Tensor, n_best: int, floor: int) 
     return counts_of_best(scores, ~(own | protected), n_best - floor * scores.shape[0]) + floor
 
 
+def group_count(scores: Tensor, across: str) -> int:
+    """Groups of heads in [L, K, ...] that are ranked together: "head", "layer" or "global"."""
+    return {"head": scores.shape[0] * scores.shape[1], "layer": scores.shape[0], "global": 1}[across]
+
+
 def rank_across(scores: Tensor, excluded: Tensor, across: str) -> Tensor:
     """Rank of each entry inside its group: 0 is the best; of equal scores later tokens, then lower heads win.
 
     Args:
         scores: [L, K, T].
-        excluded: [L, K, T] bool: ranked behind all others.
+        excluded: bool, broadcastable to scores: ranked behind all others.
         across: "head", "layer" or "global": what a group is.
 
     Returns:
         [L, K, T] int64.
     """
-    n_layers, n_kv_heads, n_tokens = scores.shape
-    n_groups = {"head": n_layers * n_kv_heads, "layer": n_layers, "global": 1}[across]
+    n_groups, n_tokens = group_count(scores, across), scores.shape[-1]
     open_scores = scores.float().masked_fill(excluded, float("-inf"))
     by_token = open_scores.reshape(n_groups, -1, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
     order = torch.sort(by_token, dim=-1, descending=True, stable=True).indices
@@ -85,7 +85,7 @@ def levels_of(scores: Tensor, kept: Tensor, across: str) -> Tensor:
         kept: [L, K, T] bool, the entries that compete; protected ones do not.
         across: "head", "layer" or "global": the entries among which a level counts.
     """
-    n_groups = {"head": scores.shape[0] * scores.shape[1], "layer": scores.shape[0], "global": 1}[across]
+    n_groups = group_count(scores, across)
     competing = kept.reshape(n_groups, -1).sum(-1).clamp_min(1)
     per_head = competing.repeat_interleave(scores.shape[0] * scores.shape[1] // n_groups)
     levels = 254 - rank_across(scores, ~kept, across) * 255 // per_head.reshape(*scores.shape[:2], 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precis.core import Geometry, Prefill, Ranks, Selection, Snapshot, SnapshotHeader
+from precis.core import Prefill, Ranks, Selection, Snapshot, SnapshotHeader
 from precis.policies import Policy
 from precis.ranking import levels_of
 
@@ -23,13 +23,11 @@ def ranks_of(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor
     if policy.nested is None:
         return None
     g, n_tokens = prefill.geometry, prefill.n_tokens
-    counts = selection.offsets[1:] - selection.offsets[:-1]
-    heads = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
-    index = heads * n_tokens + selection.positions.long()
+    index = selection.flat_index(n_tokens)
     kept = torch.zeros(g.n_layers * g.n_kv_heads * n_tokens, dtype=torch.bool, device=scores.device)
     kept[index] = True
     levels = torch.full((g.n_layers, g.n_kv_heads, n_tokens), 255, dtype=torch.uint8, device=scores.device)
-    evicting = evicting_layers(g, n_tokens)
+    evicting = g.evicting_layers(n_tokens)
     if evicting:
         competing = kept.view(levels.shape)[evicting] & ~protected
         found = levels_of(scores, competing, policy.nested)
@@ -51,7 +49,7 @@ def choose(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, 
     keep = torch.ones(g.n_layers, g.n_kv_heads, n_tokens, dtype=torch.bool, device=prefill.keys.device)
     for layer in range(g.n_layers):
         keep[layer, :, : g.first_visible(layer, n_tokens)] = False
-    evicting = evicting_layers(g, n_tokens)
+    evicting = g.evicting_layers(n_tokens)
     if evicting:
         part = prefill.of_layers(evicting)
         budgets = policy.allocator.allocate(part, scores, protected, per_head)
@@ -59,23 +57,15 @@ def choose(prefill: Prefill, scores: Tensor, policy: Policy, protected: Tensor, 
     return Selection.from_mask(keep)
 
 
-def evicting_layers(geometry: Geometry, n_tokens: int) -> list[int]:
-    """Layers that are compressed; the others have a sliding window that is full, and keep it."""
-    return [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, n_tokens)]
-
-
 def score(prefill: Prefill, policy: Policy) -> Tensor:
     """Scores [layers that evict, K, T] float32."""
-    part = prefill.of_layers(evicting_layers(prefill.geometry, prefill.n_tokens))
+    part = prefill.of_layers(prefill.geometry.evicting_layers(prefill.n_tokens))
     return policy.scorer.score(part)
 
 
 def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader, ranks: Ranks | None = None) -> Snapshot:
     """Copy the selected entries out of the full cache."""
-    g, n_tokens = prefill.geometry, prefill.n_tokens
-    counts = selection.offsets[1:] - selection.offsets[:-1]
-    head = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
-    index = head * n_tokens + selection.positions.long()
+    g, index = prefill.geometry, selection.flat_index(prefill.n_tokens)
     keys = prefill.keys.reshape(-1, g.head_dim)[index]
     values = prefill.values.reshape(-1, g.head_dim)[index]
     return Snapshot(g, header, keys, values, selection.positions, selection.offsets.cpu(), ranks)

@@ -16,7 +16,7 @@ from precis.container import CODECS, Packed, read_layer, sealed, write_layer
 from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.manifest import Manifest
-from precis.ranking import levels_of, rank_across
+from precis.ranking import group_count, levels_of, rank_across
 
 _ALWAYS = 255
 
@@ -56,7 +56,7 @@ def tighten(
     counts = torch.tensor(manifest.counts).flatten()
     stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     levels = dense(stored, positions, counts, geometry, manifest.n_tokens)
-    evicting = [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, manifest.n_tokens)]
+    evicting = geometry.evicting_layers(manifest.n_tokens)
     if not bool(((levels[evicting] == _ALWAYS).sum(-1) == n_protected).all()):
         raise ValueError("the snapshot protects other tokens than the smaller budget would")
     if int((levels[evicting] >= 0).sum()) < per_head * len(evicting) * geometry.n_kv_heads:
@@ -96,10 +96,10 @@ def choose(levels: Tensor, geometry: Geometry, n_tokens: int, per_head: int, acr
     """What is kept [L, K, T] bool, and the levels of what is [L, K, T] uint8."""
     kept = levels >= 0
     always = levels == _ALWAYS
-    evicting = [layer for layer in range(geometry.n_layers) if geometry.evicts(layer, n_tokens)]
+    evicting = geometry.evicting_layers(n_tokens)
     part = levels[evicting].float()
     free = (kept & ~always)[evicting]
-    n_groups = {"head": part.shape[0] * part.shape[1], "layer": part.shape[0], "global": 1}[across]
+    n_groups = group_count(part, across)
     n_heads = part.shape[0] * part.shape[1] // n_groups
     n_always = always[evicting].reshape(n_groups, -1).sum(-1)
     room = (per_head * n_heads - n_always).clamp_min(0).repeat_interleave(n_heads).reshape(*part.shape[:2], 1)

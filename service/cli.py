@@ -100,11 +100,7 @@ def put(
     }
     body |= {key: value for key, value in {"instructions": instructions, "ttl_s": ttl_s}.items() if value is not None}
     context = client.call("POST", "/v1/contexts", json=body)
-    if context["status"] not in ("ready", "failed"):
-        _follow(client, context)
-        context = client.call("GET", f"/v1/contexts/{context['id']}")
-    if context["status"] != "ready":
-        raise ApiError((context["error"] or {}).get("detail", f"the context is {context['status']}"))
+    context = _ready(client, context)
     if quiet:
         typer.echo(context["id"])
     else:
@@ -118,6 +114,16 @@ def _read(file: str) -> str:
         raise ApiError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ApiError(f"{file} is not UTF-8 text") from error
+
+
+def _ready(client: Client, context: dict[str, Any]) -> dict[str, Any]:
+    """The context as it is when its work is done, with a progress bar until then."""
+    if context["status"] not in ("ready", "failed"):
+        _follow(client, context)
+        context = client.call("GET", f"/v1/contexts/{context['id']}")
+    if context["status"] != "ready":
+        raise ApiError((context["error"] or {}).get("detail", f"the context is {context['status']}"))
+    return context
 
 
 def _follow(client: Client, context: dict[str, Any]) -> None:
@@ -255,12 +261,7 @@ def tighten(
     """Keep less of a context, without reading its document again."""
     client = Client(url)
     found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
-    if found["status"] not in ("ready", "failed"):
-        _follow(client, found)
-        found = client.call("GET", f"/v1/contexts/{context}")
-    if found["status"] != "ready":
-        raise ApiError((found["error"] or {}).get("detail", f"the context is {found['status']}"))
-    _out.print(_summary(found))
+    _out.print(_summary(_ready(client, found)))
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """Measure policies on documents with questions, and append one JSON line per document, policy, ratio and format.
 
     python -m benchmarks.quality run  --documents FOLDER [--names a,b] [--policies ...] [--ratios 0.25,0.125] --out F
-    python -m benchmarks.quality peer --documents FOLDER ...   (in an environment with kvpress, see peer.py)
     python -m benchmarks.quality report F [F ...] [--plot FOLDER]
 
 A document is compressed once per policy, without its questions; every question starts from the same snapshot. `prefix`
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Question, Text, from_folder
 from benchmarks.quality.report import report
 from benchmarks.quality.ruler import Length, documents
 from precis.container import CODECS, pack
-from precis.core import Selection, Snapshot, SnapshotHeader
+from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
 from precis.full_cache import Document
 from precis.pipeline import document_of, load
 from precis.policies import POLICIES
@@ -98,7 +98,7 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
     whole: Snapshot | None = None
     asked: dict[str, list[asking.Asked]] = {}
     for name in ["full", *arguments.policies.split(",")]:
-        full, seconds = timed_prefill(served, document, name)
+        full, scores, seconds = timed_prefill(served, document, name)
         if whole is None:
             whole = _everything(served, document, full)
             asked = {
@@ -108,7 +108,7 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
                 for form in formats
             }
         for ratio in [1.0] if name == "full" else [float(found) for found in arguments.ratios.split(",")]:
-            cut = _cut(served, document, full, name, ratio)
+            cut = _cut(served, document, full, scores, name, ratio)
             if cut is None:
                 continue
             snapshot, n_bytes = _coded(served, cut, arguments.codec)
@@ -129,8 +129,8 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
                 }
 
 
-def timed_prefill(served: Served, document: Document, name: str) -> tuple[Any, dict[str, float]]:
-    """The full cache with what the policy needs, and seconds for prefill and for scoring."""
+def timed_prefill(served: Served, document: Document, name: str) -> tuple[Prefill, Tensor, dict[str, float]]:
+    """The full cache with what the policy needs, its scores, and seconds for prefill and for scoring."""
     marks: dict[str, float] = {}
 
     def note(stage: str, done: int, total: int) -> None:
@@ -140,12 +140,12 @@ def timed_prefill(served: Served, document: Document, name: str) -> tuple[Any, d
     began = time.perf_counter()
     full = prefill(served.model, served.rotary, document, POLICIES[name].needs, note)
     read = time.perf_counter()
-    score(full, POLICIES[name])
-    scored = time.perf_counter()
-    return full, {"prefill_s": marks["read"] - began, "observe_s": read - marks["read"], "score_s": scored - read}
+    scores = score(full, POLICIES[name])
+    seconds = {"prefill_s": marks["read"] - began, "observe_s": read - marks["read"]}
+    return full, scores, {**seconds, "score_s": time.perf_counter() - read}
 
 
-def _everything(served: Served, document: Document, full: Any) -> Snapshot:
+def _everything(served: Served, document: Document, full: Prefill) -> Snapshot:
     g = served.model.geometry
     keep = torch.ones(g.n_layers, g.n_kv_heads, document.n_tokens, dtype=torch.bool, device=served.model.device)
     return gather(full, Selection.from_mask(keep), _header(document))
@@ -155,13 +155,13 @@ def _header(document: Document) -> SnapshotHeader:
     return SnapshotHeader("quality", document.n_tokens, document.n_tokens, min(4, document.n_tokens), {})
 
 
-def _cut(served: Served, document: Document, full: Any, name: str, ratio: float) -> Snapshot | None:
+def _cut(served: Served, document: Document, full: Prefill, scores: Tensor, name: str, ratio: float) -> Snapshot | None:
     n_tokens, per_head = document.n_tokens, max(1, round(document.n_tokens * ratio))
     if count_protected(n_tokens, name, per_head, document.protected) > per_head:
         return None
     spans = protected_spans(n_tokens, name, per_head, document.protected)
     protected = protected_mask(n_tokens, spans, served.model.device)
-    selection = choose(full, score(full, POLICIES[name]), POLICIES[name], protected, per_head)
+    selection = choose(full, scores, POLICIES[name], protected, per_head)
     return gather(full, selection, _header(document))
 
 

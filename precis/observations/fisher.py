@@ -108,14 +108,14 @@ class _GradientStore:
             torch.cat([self.full.values[layer], values[:, :n_tail]], 1),
         )
 
-    def note(self, layer: int, weights: Tensor, of_values: Tensor | None) -> None:
-        """Take weights [K, G, r, m], which are changed, or the gradient [K, T, D] of one forward's values."""
-        n_heads = self.full.geometry.n_heads
-        if of_values is not None:
-            self.found[layer, n_heads:] += of_values.square().sum(-1)
-            return
-        best = self.found[layer, :n_heads, self.chunk[0] : self.chunk[1]]
+    def note_attention(self, layer: int, weights: Tensor) -> None:
+        """Take weights [K, G, r, m] of some rows; they are changed."""
+        best = self.found[layer, : self.full.geometry.n_heads, self.chunk[0] : self.chunk[1]]
         raise_maxima(Maxima(self.chunk, SINKS, self.full.n_tokens, best), weights, None)
+
+    def note_gradient(self, layer: int, of_values: Tensor) -> None:
+        """Take the gradient [K, T, D] of one forward with respect to the cached values."""
+        self.found[layer, self.full.geometry.n_heads :] += of_values.square().sum(-1)
 
 
 def draw(logs: Tensor, generator: torch.Generator) -> Tensor:
@@ -185,8 +185,8 @@ class _Attention(torch.autograd.Function):
             of_query[:, start:stop] = (of_logits @ keys).mul_(g.scaling[layer]).view(rows.shape)
             of_keys += (of_logits[..., -n:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
             if notes:
-                store.note(layer, weights, None)
+                store.note_attention(layer, weights)
         if notes:
-            store.note(layer, weights, of_values[:, :n_tokens])
+            store.note_gradient(layer, of_values[:, :n_tokens])
         dtype = query.dtype
         return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None, None

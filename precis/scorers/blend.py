@@ -58,13 +58,9 @@ class Blend:
         Returns:
             [L, K, T] float32.
         """
-        best: Tensor | None = None
+        scaled = []
         for part, weight in zip(self.parts, self.weights, strict=True):
             scores = part.score(prefill)
-            flat = scores.flatten()
-            scale = flat.topk(max(1, int(_BEST_SHARE * flat.numel()))).values.mean().clamp_min(_TINY)
-            scaled = scores * (weight / scale)
-            best = scaled if best is None else torch.maximum(best, scaled)
-        if best is None:
-            raise ValueError("Blend has no parts")
-        return best
+            best = scores.flatten().topk(max(1, int(_BEST_SHARE * scores.numel()))).values
+            scaled.append(scores * (weight / best.mean().clamp_min(_TINY)))
+        return torch.stack(scaled).amax(0)

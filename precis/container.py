@@ -1,4 +1,4 @@
-"""Snapshot <-> bytes. The format, version 2, all integers little-endian:
+"""Snapshot <-> bytes. The format, version 3, all integers little-endian:
 
 A snapshot is one sealed manifest and one blob per layer.
 
@@ -6,7 +6,8 @@ A snapshot is one sealed manifest and one blob per layer.
         seal: HMAC-SHA256 of the JSON under the store's key, or plain SHA-256 where no key is configured
         JSON: the fields of `Manifest`, no others
     blob of layer l = K mode bytes, the K heads' positions (precis.positions), zeros up to a multiple of 16, then the
-        codec's parts in the order of `Codec.shapes`, each row-major and padded with zeros to a multiple of 16 bytes
+        codec's parts in the order of `Codec.shapes`, each row-major and padded with zeros to a multiple of 16 bytes;
+        then, where entries were merged (`biased`), a float16 bias per entry, padded likewise
 
     one more blob where the policy's selections are nested: a level per entry (`core.Ranks`), for `precis.tighten` only
 
@@ -104,6 +105,7 @@ def manifest_of(
         blob_sums=sums[: g.n_layers],
         ranked=snapshot.ranks.across if snapshot.ranks else "",  # type: ignore[arg-type]
         ranks_sum=sums[-1] if snapshot.ranks else "",
+        biased=snapshot.bias is not None,
     )
 
 
@@ -114,7 +116,10 @@ def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec,
     keys = snapshot.keys[start:stop]
     if codec.pre_rope:
         keys = rotary.undo(layer, keys, positions)
-    return write_layer(heads, keys, snapshot.values[start:stop], codec, snapshot.header)
+    blob = write_layer(heads, keys, snapshot.values[start:stop], codec, snapshot.header)
+    if snapshot.bias is None:
+        return blob
+    return blob + _padded(_to_bytes(snapshot.bias[start:stop].to(torch.float16)))
 
 
 def write_layer(
@@ -183,28 +188,32 @@ def unpack(
     Raises:
         SnapshotCorrupt: if a blob is missing, damaged or of a wrong length.
     """
-    keys, values, positions = [], [], []
+    keys, values, positions, biases = [], [], [], []
     received = iter(blobs)
     for layer in range(manifest.n_layers):
-        heads, key, value = read_layer(manifest, layer, next(received, b""), device)
+        heads, key, value, bias = read_layer(manifest, layer, next(received, b""), device)
         found = torch.from_numpy(np.concatenate(heads)).to(device)
         if CODECS[manifest.codec].pre_rope:
             key = rotary.redo(layer, key, found)
         keys.append(key.to(dtype))
         values.append(value.to(dtype))
         positions.append(found)
+        biases += [] if bias is None else [bias]
     counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
     header = SnapshotHeader(
         manifest.fingerprint, manifest.n_tokens, manifest.next_position, manifest.n_sink, manifest.policy
     )
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, 0)])
-    return Snapshot(geometry, header, torch.cat(keys), torch.cat(values), torch.cat(positions), offsets)
+    bias = torch.cat(biases) if biases else None
+    return Snapshot(geometry, header, torch.cat(keys), torch.cat(values), torch.cat(positions), offsets, bias=bias)
 
 
-def read_layer(
-    manifest: Manifest, layer: int, blob: bytes, device: torch.device
-) -> tuple[list[position_codes.Positions], Tensor, Tensor]:
-    """Check and decode the blob of a layer: per kv head positions, then keys and values [n, D] as the codec has them.
+Layer = tuple[list[position_codes.Positions], Tensor, Tensor, Tensor | None]
+
+
+def read_layer(manifest: Manifest, layer: int, blob: bytes, device: torch.device) -> Layer:
+    """Check and decode the blob of a layer: per kv head positions, then keys and values [n, D] as the codec has them,
+    and float32 bias [n] or None.
 
     Raises:
         SnapshotCorrupt: if it is missing, damaged or of a wrong length.
@@ -217,9 +226,7 @@ def read_layer(
         raise SnapshotCorrupt(f"layer {layer} of the snapshot cannot be decoded: {error}") from error
 
 
-def _decode_layer(
-    manifest: Manifest, layer: int, blob: bytes, device: torch.device
-) -> tuple[list[position_codes.Positions], Tensor, Tensor]:
+def _decode_layer(manifest: Manifest, layer: int, blob: bytes, device: torch.device) -> Layer:
     counts, n_tokens = manifest.counts[layer], manifest.n_tokens
     at, heads = len(counts), []
     for mode, count in zip(blob[: len(counts)], counts, strict=True):
@@ -232,9 +239,15 @@ def _decode_layer(
     at += -at % ALIGN
     for name, shape in codec.shapes(layout).items():
         parts[name], at = _read_part(blob, at, shape, device)
+    bias = None
+    if manifest.biased:
+        half, at = _read_part(blob, at, (torch.float16, (sum(counts),)), device)
+        bias = half.float()
+        if not bool(torch.isfinite(bias).all()):
+            raise ValueError("a bias is not a number")
     if at != len(blob):
         raise ValueError(f"{len(blob)} bytes where {at} were expected")
-    return heads, *codec.decode(parts, layout)
+    return heads, *codec.decode(parts, layout), bias
 
 
 def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tuple[Tensor, int]:

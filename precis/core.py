@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+Entries = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of one kv head: keys, values [n, D], positions, bias [n]
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -188,6 +190,7 @@ class Snapshot:
         positions: [N] int32, ascending inside a head.
         offsets: [L*K+1] int64 on the CPU.
         ranks: for tightening, or None; stored, but not loaded for answers.
+        bias: [N] float32 added to the entries' logits, for entries that stand for several tokens, or None.
         indexes: what views derived from the keys, by view, layer and kv head; made when first asked for.
     """
 
@@ -198,6 +201,7 @@ class Snapshot:
     positions: Tensor
     offsets: Tensor
     ranks: Ranks | None = None
+    bias: Tensor | None = None
     indexes: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -207,13 +211,22 @@ class Snapshot:
             raise ValueError("offsets must be [L*K+1] and positions [N]")
         if self.keys.shape != (n, g.head_dim) or self.values.shape != (n, g.head_dim):
             raise ValueError(f"keys {tuple(self.keys.shape)} and values must be [{n}, {g.head_dim}]")
+        if self.bias is not None and self.bias.shape != (n,):
+            raise ValueError(f"bias {tuple(self.bias.shape)} must be [{n}]")
 
     def bounds(self, layer: int, kv_head: int) -> tuple[int, int]:
         """Start and stop of one head's entries in keys, values and positions."""
         head = layer * self.geometry.n_kv_heads + kv_head
         return int(self.offsets[head]), int(self.offsets[head + 1])
 
+    def entries(self, layer: int, kv_head: int) -> Entries:
+        """What one head kept."""
+        a, b = self.bounds(layer, kv_head)
+        bias = None if self.bias is None else self.bias[a:b]
+        return self.keys[a:b], self.values[a:b], self.positions[a:b], bias
+
     @property
     def n_bytes(self) -> int:
         """Bytes that the snapshot holds in memory."""
-        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes + self.offsets.nbytes
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes + self.offsets.nbytes + bias

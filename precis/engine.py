@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from precis.attention.torch_ref import Segment, attend
-from precis.core import Snapshot
+from precis.core import Entries, Snapshot
 from precis.families import Model
 from precis.views import View
 
 _TAIL = 256  # entries of room in a new tail; doubled when full
-
-Entries = tuple[Tensor, Tensor, Tensor]  # keys [n, D], values [n, D], positions [n] of one kv head
 
 
 @dataclass(slots=True)
@@ -124,11 +122,10 @@ class PackedStep:
             while seen is None and stop < len(self._feeds) and self._joins(session, stop, layer, kv_head):
                 stop += 1
             if seen is None:
-                a, b = session.snapshot.bounds(layer, kv_head)
-                snapshot = session.snapshot
-                seen = (snapshot.keys[a:b], snapshot.values[a:b], snapshot.positions[a:b])
+                seen = session.snapshot.entries(layer, kv_head)
             span = (first_row + self._starts[at] * group, first_row + self._starts[stop] * group)
-            segments.append(Segment(*seen, rows=span, causal=False))
+            keys, values, positions, bias = seen
+            segments.append(Segment(keys, values, positions, rows=span, causal=False, bias=bias))
             at = stop
         return segments
 
@@ -178,13 +175,17 @@ class PackedStep:
         if view is None or layer < view.dense_layers:
             return
         for kv_head in range(queries.shape[0]):
-            a, b = snapshot.bounds(layer, kv_head)
-            keys, positions = snapshot.keys[a:b], snapshot.positions[a:b]
+            keys, values, positions, bias = snapshot.entries(layer, kv_head)
             name = (type(view), view.index_size, layer, kv_head)
             if name not in snapshot.indexes:
                 snapshot.indexes[name] = view.prepare(keys, positions)
             chosen = view.select(queries[kv_head], keys, positions, snapshot.indexes[name])
-            session.seen[layer, kv_head] = (keys[chosen], snapshot.values[a:b][chosen], positions[chosen])
+            session.seen[layer, kv_head] = (
+                keys[chosen],
+                values[chosen],
+                positions[chosen],
+                None if bias is None else bias[chosen],
+            )
 
 
 @torch.inference_mode()

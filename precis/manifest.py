@@ -23,6 +23,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         blob_sums: [L] xxh3-64 of each blob, hex.
         ranked: across what the levels compare, or empty if there are none.
         ranks_sum: xxh3-64 of the levels, hex.
+        biased: whether entries carry a bias, because some stand for several tokens.
     """
 
     version: int
@@ -40,6 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blob_sums: list[str]
     ranked: Literal["", "head", "layer", "global"]
     ranks_sum: str
+    biased: bool
 
 
 def open_manifest(sealed: bytes, key: bytes = b"") -> Manifest:

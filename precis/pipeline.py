@@ -22,7 +22,7 @@ from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import check_budget, count_protected, protected_spans
 from precis.sampling import Sampled, Sampler
-from precis.selection import choose, gather, protected_mask, ranks_of, score
+from precis.selection import choose, gather, merge, protected_mask, ranks_of, score
 from precis.sizes import packed_bytes
 from precis.text import ContextPart, Prompter
 from precis.views import View
@@ -101,7 +101,10 @@ class Attempt:
         policy = POLICIES[self.how.policy]
         selection = choose(self.full, self.scores, policy, protected, per_head)
         ranks = ranks_of(self.full, self.scores, policy, protected, selection)
-        return gather(self.full, selection, header_of(self.model, self.document, self.how), ranks)
+        kept = gather(self.full, selection, header_of(self.model, self.document, self.how), ranks)
+        if policy.merger is None:
+            return kept
+        return merge(kept, self.full, self.scores, policy.merger, protected, self.rotary)
 
     def at(self, per_head: int) -> Compressed:
         """Cut, encode, decode and measure."""

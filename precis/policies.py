@@ -14,6 +14,9 @@ from precis.budgets.mass import Mass
 from precis.budgets.pyramid import Pyramid
 from precis.budgets.threshold import Threshold
 from precis.budgets.uniform import Uniform
+from precis.mergers import Merger
+from precis.mergers.folding import Folding
+from precis.mergers.kvmerger import KVMerger
 from precis.scorers import Comparable, Needs, Scorer
 from precis.scorers.blend import Blend
 from precis.scorers.compactor import Compactor
@@ -52,11 +55,12 @@ _WIDTH = {"head": 0, "layer": 1, "global": 2}
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A scorer, an allocator and a selector that fit together; else ValueError."""
+    """A scorer, an allocator, a selector, and for some a merger, that fit together; else ValueError."""
 
     scorer: Scorer
     allocator: Allocator
     selector: Selector
+    merger: Merger | None = None
 
     def __post_init__(self) -> None:
         has, wants = self.scorer.comparable, self.allocator.needs_comparable
@@ -74,7 +78,7 @@ class Policy:
     @property
     def nested(self) -> Comparable | None:
         """Across what a smaller budget keeps a subset, or None: then a snapshot cannot be tightened."""
-        return self.allocator.nested if self.selector.nested else None
+        return self.allocator.nested if self.selector.nested and self.merger is None else None
 
     @property
     def needs(self) -> Needs:
@@ -82,7 +86,7 @@ class Policy:
         return self.scorer.needs | self.allocator.needs | self.selector.needs
 
 
-_SNAPKV, _KVZIP = SnapKV(), KVzip()
+_SNAPKV, _KVZIP, _KVMERGER = SnapKV(), KVzip(), KVMerger()
 _PLAIN_EXPECTED = Expected(value_norm=False)
 
 POLICIES: dict[str, Policy] = {
@@ -102,6 +106,7 @@ POLICIES: dict[str, Policy] = {
     "dbudgetkv": Policy(Streaming(), Mass(), TopK()),
     "cascadingkv": Policy(H2O(), Uniform(), Cascade()),
     "catekv": Policy(_SNAPKV, Consistency(), TopK()),
+    "kvmerger": Policy(H2O(), Uniform(), _KVMERGER, _KVMERGER),
     "expected": Policy(Expected(), Uniform(), TopK()),
     "expected-adakv": Policy(Expected(epsilon=1e-2), Adaptive(), TopK()),
     "critical-expected": Policy(_PLAIN_EXPECTED, Uniform(), TwoStage(order=2)),
@@ -117,6 +122,7 @@ POLICIES: dict[str, Policy] = {
     "kvzip-head": Policy(_KVZIP, TwoLevel(), TopK()),
     "kvzip-plus": Policy(KVzip(plus=True), Global(), TopK()),
     "kvzip-critical": Policy(_KVZIP, Global(), TwoStage(order=2)),
+    "kvzip-folding": Policy(_KVZIP, Global(), TopK(), Folding()),
     "fisher": Policy(Fisher(), Global(), TopK()),
     "kvzip-fisher": Policy(Fisher(attention=True), Global(), TopK()),
     "probes": Policy(Probing(), Global(), TopK()),

@@ -69,12 +69,13 @@ def rank_across(scores: Tensor, excluded: Tensor, across: str) -> Tensor:
         [L, K, T] int64.
     """
     n_groups, n_tokens = group_count(scores, across), scores.shape[-1]
+    n_heads = scores.shape[0] * scores.shape[1] // n_groups
     open_scores = scores.float().masked_fill(excluded, float("-inf"))
-    by_token = open_scores.reshape(n_groups, -1, n_tokens).flip(-1).transpose(1, 2).reshape(n_groups, -1)
+    by_token = open_scores.reshape(n_groups, n_heads, n_tokens).flip(-1).transpose(1, 2).flatten(1)
     order = torch.sort(by_token, dim=-1, descending=True, stable=True).indices
     ranks = torch.empty_like(order)
     ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-    return ranks.reshape(n_groups, n_tokens, -1).transpose(1, 2).flip(-1).reshape(scores.shape)
+    return ranks.reshape(n_groups, n_tokens, n_heads).transpose(1, 2).flip(-1).reshape(scores.shape)
 
 
 def levels_of(scores: Tensor, kept: Tensor, across: str) -> Tensor:

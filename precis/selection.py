@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from precis.core import Prefill, Ranks, Selection, Snapshot, SnapshotHeader
+from precis.families import Rotary
+from precis.mergers import Merger
 from precis.policies import Policy
 from precis.ranking import levels_of
 
@@ -69,3 +73,44 @@ def gather(prefill: Prefill, selection: Selection, header: SnapshotHeader, ranks
     keys = prefill.keys.reshape(-1, g.head_dim)[index]
     values = prefill.values.reshape(-1, g.head_dim)[index]
     return Snapshot(g, header, keys, values, selection.positions, selection.offsets.cpu(), ranks)
+
+
+def merge(
+    kept: Snapshot, prefill: Prefill, scores: Tensor, merger: Merger, protected: Tensor, rotary: Rotary
+) -> Snapshot:
+    """Let kept entries take in evicted ones.
+
+    Args:
+        kept: gathered from `prefill`.
+        prefill: the full cache.
+        scores: [layers that evict, K, T] float32.
+        merger: of the policy.
+        protected: [T] bool.
+        rotary: of the model.
+    """
+    g, n_tokens = prefill.geometry, prefill.n_tokens
+    evicting = g.evicting_layers(n_tokens)
+    if not evicting:
+        return kept
+    index = Selection(kept.positions, kept.offsets.to(kept.positions.device)).flat_index(n_tokens)
+    places = torch.full((g.n_layers * g.n_kv_heads * n_tokens,), -1, dtype=torch.int64, device=index.device)
+    places[index] = torch.arange(index.shape[0], device=index.device)
+    rows = places.view(g.n_layers, g.n_kv_heads, n_tokens)[evicting]
+    part = prefill.of_layers(evicting)
+    positions = torch.arange(n_tokens, device=index.device).repeat(g.n_kv_heads)
+    plain = [rotary.undo(layer, prefill.keys[layer].flatten(0, 1), positions) for layer in evicting]
+    plain_keys = torch.stack(plain).view(part.keys.shape)
+    merged = merger.merge(part, plain_keys, scores, rows >= 0, protected)
+    keys, values = kept.keys.clone(), kept.values.clone()
+    changed = merged.changed & (rows >= 0)
+    values[rows[changed]] = merged.values[changed].to(values.dtype)
+    if merged.keys is not None:
+        for at, layer in enumerate(evicting):
+            here = changed[at]
+            turned = rotary.redo(layer, merged.keys[at][here], here.nonzero()[:, 1])
+            keys[rows[at][here]] = turned.to(keys.dtype)
+    bias = None
+    if merged.bias is not None:
+        bias = torch.zeros(index.shape[0], device=index.device)
+        bias[rows[changed]] = merged.bias[changed]
+    return replace(kept, keys=keys, values=values, bias=bias)

@@ -23,7 +23,8 @@ def packed_bytes(snapshot: Snapshot, codec: Codec) -> int:
         coded = sum(1 + len(position_codes.encode(head, header.n_tokens)[1]) for head in heads)
         layout = Layout(tuple(counts[layer]), count_sinks(heads, header.n_sink), g.head_dim)
         parts = [prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values()]
-        blobs += sum(size + -size % ALIGN for size in [coded, *parts])
+        biases = [] if snapshot.bias is None else [2 * sum(counts[layer])]
+        blobs += sum(size + -size % ALIGN for size in [coded, *parts, *biases])
     manifest = manifest_of(snapshot, codec, counts, [blobs // g.n_layers] * g.n_layers, ["0" * 16] * (g.n_layers + 1))
     blobs += 0 if snapshot.ranks is None else snapshot.ranks.levels.shape[0]
     return blobs + SEAL_BYTES + len(msgspec.json.encode(manifest))
@@ -40,6 +41,7 @@ def head_bytes(snapshot: Snapshot, codec: Codec) -> list[list[int]]:
             head = snapshot.positions[start:stop].cpu().numpy()
             layout = Layout((stop - start,), count_sinks([head], snapshot.header.n_sink), g.head_dim)
             parts = sum(prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values())
-            row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts)
+            bias = 0 if snapshot.bias is None else 2 * (stop - start)
+            row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts + bias)
         sizes.append(row)
     return sizes

@@ -52,7 +52,7 @@ def tighten(
     if len(raw) != n or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
         raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
     layers = [read_layer(manifest, layer, blobs[layer], torch.device("cpu")) for layer in range(manifest.n_layers)]
-    positions = torch.from_numpy(np.concatenate([head for heads, _, _ in layers for head in heads]))
+    positions = torch.from_numpy(np.concatenate([head for heads, *_ in layers for head in heads]))
     counts = torch.tensor(manifest.counts).flatten()
     stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     levels = dense(stored, positions, counts, geometry, manifest.n_tokens)
@@ -63,7 +63,7 @@ def tighten(
         raise ValueError("the snapshot keeps less than that already")
     keep, again = choose(levels, geometry, manifest.n_tokens, per_head, manifest.ranked)
     codec, new_blobs, kept_positions, kept_levels, new_counts = CODECS[manifest.codec], [], [], [], []
-    for layer, (heads, keys, values) in enumerate(layers):
+    for layer, (heads, keys, values, _) in enumerate(layers):  # nested selections are never merged
         inside = [keep[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(heads)]
         mask = torch.cat(inside)
         fewer = [own[chosen.numpy()] for own, chosen in zip(heads, inside, strict=True)]

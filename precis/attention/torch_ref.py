@@ -28,6 +28,7 @@ class Segment:
         rows: start and stop of the query rows.
         causal: whether some row may come before some entry; False where every entry precedes every row.
         visible: [rows, n] bool, further limits (a query-time view), or None.
+        bias: [n] float32, added to the entries' logits, or None.
     """
 
     keys: Tensor
@@ -36,6 +37,7 @@ class Segment:
     rows: tuple[int, int]
     causal: bool
     visible: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def attend(
@@ -104,6 +106,8 @@ def _logits(
     logits = (queries[start:stop].float() * scaling) @ segment.keys.float().T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if segment.bias is not None:
+        logits += segment.bias
     hidden = _hidden(row_positions[start:stop], segment, window)
     return logits if hidden is None else logits.masked_fill_(hidden, float("-inf"))
 

@@ -63,6 +63,7 @@ PRESETS: dict[str, Preset] = {
     "dbudgetkv": Preset("evicts old tokens until attention would suffer (DBudgetKV)", finds_budget=True),
     "cascadingkv": Preset("ever sparser windows over the past (CascadingKV)"),
     "catekv": Preset("prunes heads that look at the same tokens all the time (CateKV)", n_window=64),
+    "kvmerger": Preset("merges runs of neighbours with similar keys (KVMerger)", window_share=1 / 3),
     "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)", nested=True),
     "expected-adakv": Preset("ExpectedAttention with budgets that follow the heads (AdaKV)"),
     "critical-expected": Preset("ExpectedAttention, then output perturbation (CriticalKV)"),
@@ -78,6 +79,7 @@ PRESETS: dict[str, Preset] = {
     "kvzip-head": Preset("KVzip's scores decide which heads keep everything", n_window=64),
     "kvzip-plus": Preset("KVzip weighted with output norms (KVzip+)", nested=True),
     "kvzip-critical": Preset("KVzip scores, then output perturbation (CriticalKV)"),
+    "kvzip-folding": Preset("KVzip, evicted values folded into the kept ones most like them"),
     "fisher": Preset(
         "keeps what the repetition's predictions depend on",
         n_window=32,

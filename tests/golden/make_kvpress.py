@@ -114,6 +114,19 @@ def kvzip_scores(model: Any, ids: torch.Tensor, *, plus: bool) -> np.ndarray:
     return scores
 
 
+def folded_by(press: Any, states: Grabbed) -> np.ndarray:
+    """[L, K, T, D] values after merging, zero where a token was evicted."""
+    found = []
+    for index in sorted(states):
+        attention, hidden, keys, values, kwargs = states[index]
+        n_kept = N_TOKENS - int(N_TOKENS * RATIO)
+        kept = press.press.score(attention, hidden, keys, values, None, kwargs).topk(n_kept, dim=-1).indices
+        _, merged = press.merge(keys, values, kept)
+        keep = torch.zeros(keys.shape[:3]).scatter_(-1, kept, 1.0)
+        found.append((merged * keep[..., None])[0].float().numpy())
+    return np.stack(found)
+
+
 @torch.no_grad()
 def main() -> None:
     """Write the file beside this script."""
@@ -141,6 +154,7 @@ def main() -> None:
         "expected-plain": kvpress.ExpectedAttentionPress(RATIO, use_vnorm=False),
         "compactor": kvpress.CompactorPress(RATIO, chunk_size=LOCAL_CHUNK, sketch_dimension=SKETCH, blending=0.35),
     }
+    found["folding"] = folded_by(kvpress.MergingPress(kvpress.KnormPress(RATIO)), states)
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.randn
 

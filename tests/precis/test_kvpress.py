@@ -15,6 +15,7 @@ from precis.budgets.uniform import Uniform
 from precis.core import Prefill
 from precis.families import Rotary
 from precis.full_cache import Document
+from precis.mergers.folding import Folding
 from precis.observations.leverage import Leverage
 from precis.observations.local import LocalAttention
 from precis.observations.norms import OutputNorms
@@ -41,6 +42,7 @@ from tests.golden.constants import (
     LOCAL_CHUNK,
     N_TOKENS,
     N_WINDOW,
+    RATIO,
     REPEAT_FIRST,
     REPEAT_NEXT,
     SEED,
@@ -114,6 +116,18 @@ def test_scores_equal_kvpress(name: str, scorer: Scorer, scored: slice) -> None:
     full = read(model, torch.from_numpy(GOLDEN["token_ids"]), *scorer.needs)
     found, expected = scorer.score(full)[..., scored], torch.from_numpy(GOLDEN[name])[..., scored]
     torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=2e-4)
+
+
+def test_folded_values_equal_kvpress() -> None:
+    full = read(attached(max_position_embeddings=1024), torch.from_numpy(GOLDEN["token_ids"]))
+    scores, nothing = Knorm().score(full), torch.zeros(N_TOKENS, dtype=torch.bool)
+    budgets = torch.full((4, 2), N_TOKENS - int(N_TOKENS * RATIO))
+    keep = TopK().select(full, scores, budgets, nothing)
+    folded = Folding().merge(full, full.keys, scores, keep, nothing)
+    assert 0 < int(folded.changed.sum()) < int(keep.sum())
+    expected = torch.from_numpy(GOLDEN["folding"])
+    torch.testing.assert_close(folded.values * keep[..., None], expected, atol=1e-5, rtol=1e-4)
+    assert torch.equal(folded.values[keep & ~folded.changed], full.values[keep & ~folded.changed])
 
 
 @pytest.mark.parametrize("plus", [False, True])

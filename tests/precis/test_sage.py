@@ -57,7 +57,7 @@ def test_decoding_with_a_view_equals_a_mask_on_the_dense_model() -> None:
     query = token_ids[N_CONTEXT : N_CONTEXT + 6].tolist()
     whole = step(model, [Feed(session, query, last=True)])[0]
     keep = torch.zeros(4, 2, N_CONTEXT, dtype=torch.bool)
-    for (layer, head), (_, _, positions) in session.seen.items():
+    for (layer, head), (_, _, positions, _) in session.seen.items():
         keep[layer, head, positions.long()] = True
     assert keep.sum(-1).eq(40).all()
     reference = MaskedModel(tiny())

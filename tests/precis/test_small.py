@@ -64,7 +64,7 @@ def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
     policy: dict[str, str | int | float] = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
     assert (
         of_context("m", b"\x01\x00\x00\x00", policy)
-        == "86c3031b5b82498dd5615b1cef4349446fc2873f8ccb0c733dd6fc4e87baa8f3"
+        == "ca316ff7e82341170caa3bb4958a6e344dc02c58b09439aa8bbe8a2881825714"
     )
 
 

@@ -75,7 +75,7 @@ def test_every_token_is_answered_over_what_was_chosen_for_it(view: View) -> None
         found = step(model, [Feed(session, [token])])[0]
         assert {layer for layer, _ in session.seen} == {2, 3}
         keep = torch.ones(4, 2, N_CONTEXT, dtype=torch.bool)
-        for (layer, head), (_, _, positions) in session.seen.items():
+        for (layer, head), (_, _, positions, _) in session.seen.items():
             keep[layer, head] = False
             keep[layer, head, positions.long()] = True
         assert int(keep[2:].sum(-1).max()) <= 48

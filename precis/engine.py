@@ -3,73 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from precis.attention.torch_ref import Segment, attend
-from precis.core import Entries, Snapshot
+from precis.core import Entries
 from precis.families import Model
-from precis.views import View
-
-_TAIL = 256  # entries of room in a new tail; doubled when full
-
-
-@dataclass(slots=True)
-class Session:
-    """One query's private tail on top of a shared, read-only snapshot.
-
-    Attributes:
-        keys, values: [L, K, room, D], of which the first `n_tail` tokens are filled.
-        view: which entries are read after the query, or None for all.
-        asked: whether the query is complete.
-        seen: per (layer, kv head), what the view chose.
-    """
-
-    snapshot: Snapshot
-    keys: Tensor
-    values: Tensor
-    view: View | None = None
-    n_tail: int = 0
-    asked: bool = False
-    seen: dict[tuple[int, int], Entries] = field(default_factory=dict)
-
-    @staticmethod
-    def on(snapshot: Snapshot, view: View | None = None) -> Session:
-        """A new, empty tail."""
-        g = snapshot.geometry
-        keys = snapshot.keys.new_empty(g.n_layers, g.n_kv_heads, _TAIL, g.head_dim)
-        return Session(snapshot, keys, torch.empty_like(keys), view)
-
-    @property
-    def position(self) -> int:
-        """Of the next token: counted from the original length, however few entries the snapshot keeps."""
-        return self.snapshot.header.next_position + self.n_tail
-
-    def make_room(self, n_tokens: int) -> None:
-        """Let the tail take `n_tokens` more."""
-        room = self.keys.shape[2]
-        if self.n_tail + n_tokens > room:
-            more = max(room, self.n_tail + n_tokens - room)
-            pad = self.keys.new_empty(*self.keys.shape[:2], more, self.keys.shape[3])
-            self.keys = torch.cat([self.keys, pad], 2)
-            self.values = torch.cat([self.values, torch.empty_like(pad)], 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Tokens of one session in a step.
-
-    Attributes:
-        last: whether these end the query, so that a view is chosen now.
-        all_logits: logits after every token, not only after the last.
-    """
-
-    session: Session
-    token_ids: Sequence[int]
-    last: bool = False
-    all_logits: bool = False
+from precis.session import Feed, Session
+from precis.trimming import look, remember
 
 
 class PackedStep:
@@ -79,12 +21,10 @@ class PackedStep:
         self._feeds = feeds
         self._starts = [0]
         for feed in feeds:
-            feed.session.make_room(len(feed.token_ids))
+            feed.session.tail.make_room(len(feed.token_ids))
             self._starts.append(self._starts[-1] + len(feed.token_ids))
         spans = [(f.session.position, f.session.position + len(f.token_ids)) for f in feeds]
         self.positions = torch.cat([torch.arange(a, b, device=device) for a, b in spans])
-        self._tails = [torch.arange(f.session.snapshot.header.next_position, b, device=device, dtype=torch.int32)
-                       for f, (_, b) in zip(feeds, spans, strict=True)]  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tails; attend rows [K][token][G] over snapshots and tails."""
@@ -97,7 +37,8 @@ class PackedStep:
             segments += self._shared(layer, kv_head, n_tokens * group * kv_head, group)
         for index, feed in enumerate(self._feeds):
             start, stop = self._starts[index], self._starts[index + 1]
-            self._append(layer, feed, key[:, start:stop], value[:, start:stop])
+            span = slice(start, stop)
+            feed.session.tail.append(layer, key[:, span], value[:, span], self.positions[span])
             segments += self._private(layer, index, n_tokens, group)
             if feed.last and feed.session.view is not None and not feed.session.view.every_step:
                 self._choose(layer, feed.session, rows[:, stop - 1])
@@ -110,7 +51,17 @@ class PackedStep:
             window=g.windows[layer],
             sinks=None if sinks is None else sinks.reshape(g.n_kv_heads, 1, group).expand(-1, n_tokens, -1).reshape(-1),
         )
+        self._trim(layer, query, sinks)
         return out.reshape(g.n_kv_heads, n_tokens, group, -1).transpose(1, 2).reshape(query.shape)
+
+    def _trim(self, layer: int, query: Tensor, sinks: Tensor | None) -> None:
+        """Let answers forget, after this layer has read them."""
+        for feed, start, stop in zip(self._feeds, self._starts, self._starts[1:], strict=False):
+            session = feed.session
+            if session.trim is not None and session.asked:
+                remember(session, layer, query[:, start:stop], self.positions[start:stop])
+                if session.looks_now:
+                    look(session, layer, sinks)
 
     def _shared(self, layer: int, kv_head: int, first_row: int, group: int) -> list[Segment]:
         """One segment per run of neighbouring sessions on one snapshot, so that it is read once for all of them."""
@@ -121,11 +72,10 @@ class PackedStep:
             seen = session.seen.get((layer, kv_head))
             while seen is None and stop < len(self._feeds) and self._joins(session, stop, layer, kv_head):
                 stop += 1
-            if seen is None:
-                seen = session.snapshot.entries(layer, kv_head)
-            span = (first_row + self._starts[at] * group, first_row + self._starts[stop] * group)
-            keys, values, positions, bias = seen
-            segments.append(Segment(keys, values, positions, rows=span, causal=False, bias=bias))
+            rows = (first_row + self._starts[at] * group, first_row + self._starts[stop] * group)
+            whole = session.snapshot.entries(layer, kv_head)
+            for keys, values, positions, bias in [whole] if seen is None else _slid(session, seen, whole):
+                segments.append(Segment(keys, values, positions, rows=rows, causal=False, bias=bias))
             at = stop
         return segments
 
@@ -134,27 +84,15 @@ class PackedStep:
         return other.snapshot is session.snapshot and (layer, kv_head) not in other.seen
 
     def _private(self, layer: int, index: int, n_tokens: int, group: int) -> list[Segment]:
-        session, positions = self._feeds[index].session, self._tails[index]
-        n, causal = positions.shape[0], self._starts[index + 1] - self._starts[index] > 1
+        tail, start, stop = self._feeds[index].session.tail, self._starts[index], self._starts[index + 1]
         return [
             Segment(
-                session.keys[layer, kv_head, :n],
-                session.values[layer, kv_head, :n],
-                positions,
-                rows=(
-                    (kv_head * n_tokens + self._starts[index]) * group,
-                    (kv_head * n_tokens + self._starts[index + 1]) * group,
-                ),
-                causal=causal,
+                *tail.entries(layer, kv_head),
+                rows=((kv_head * n_tokens + start) * group, (kv_head * n_tokens + stop) * group),
+                causal=stop - start > 1,
             )
-            for kv_head in range(session.keys.shape[1])
+            for kv_head in range(tail.keys.shape[1])
         ]
-
-    @staticmethod
-    def _append(layer: int, feed: Feed, key: Tensor, value: Tensor) -> None:
-        session, stop = feed.session, feed.session.n_tail + len(feed.token_ids)
-        session.keys[layer, :, session.n_tail : stop] = key
-        session.values[layer, :, session.n_tail : stop] = value
 
     def _look_again(self, layer: int, rows: Tensor) -> None:
         """Choose anew for answers whose view changes with every token. Several tokens at once read everything."""
@@ -175,17 +113,27 @@ class PackedStep:
         if view is None or layer < view.dense_layers:
             return
         for kv_head in range(queries.shape[0]):
-            keys, values, positions, bias = snapshot.entries(layer, kv_head)
+            entries = keys, _, positions, _ = snapshot.entries(layer, kv_head)
             name = (type(view), view.index_size, layer, kv_head)
             if name not in snapshot.indexes:
                 snapshot.indexes[name] = view.prepare(keys, positions)
             chosen = view.select(queries[kv_head], keys, positions, snapshot.indexes[name])
-            session.seen[layer, kv_head] = (
-                keys[chosen],
-                values[chosen],
-                positions[chosen],
-                None if bias is None else bias[chosen],
-            )
+            session.seen[layer, kv_head] = _part(entries, chosen)
+
+
+def _slid(session: Session, seen: Entries, whole: Entries) -> list[Entries]:
+    """What is left of a view whose most recent entries make room for the answer's, one by one."""
+    n_sliding = session.view.n_sliding if session.view is not None else 0
+    if not n_sliding or session.watched is None or not session.asked or seen[0].shape[0] == whole[0].shape[0]:
+        return [seen]
+    fixed = seen[0].shape[0] - n_sliding
+    gone = min(n_sliding, session.watched.n_seen + 1)
+    return [_part(seen, slice(fixed)), _part(seen, slice(fixed + gone, None))]
+
+
+def _part(entries: Entries, which: slice | Tensor) -> Entries:
+    keys, values, positions, bias = entries
+    return keys[which], values[which], positions[which], None if bias is None else bias[which]
 
 
 @torch.inference_mode()
@@ -216,6 +164,5 @@ def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
         logits_to_keep=torch.tensor(wanted, device=model.device),
     )
     for feed in feeds:
-        feed.session.n_tail += len(feed.token_ids)
-        feed.session.asked |= feed.last
+        feed.session.fed(len(feed.token_ids), last=feed.last)
     return list(out.logits[0].float().split(sizes))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from precis.core import Prefill, Snapshot
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.families import Model
 from precis.full_cache import Document, Overlay
+from precis.session import Feed, Session
 
 _PROBE = 64
 

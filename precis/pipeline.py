@@ -11,7 +11,7 @@ from torch import Tensor
 
 from precis.container import CODECS, Packed, check_manifest, pack, unpack
 from precis.core import Prefill, Snapshot, SnapshotHeader
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.errors import BoundNotReached, BudgetTooSmall
 from precis.families import Model, Rotary
 from precis.fidelity import Fidelity, measure
@@ -23,6 +23,7 @@ from precis.prefill import prefill
 from precis.protection import check_budget, count_protected, protected_spans
 from precis.sampling import Sampled, Sampler
 from precis.selection import choose, gather, merge, protected_mask, ranks_of, score
+from precis.session import Feed, Session
 from precis.sizes import packed_bytes
 from precis.text import ContextPart, Prompter
 from precis.views import View

@@ -41,6 +41,9 @@ from precis.selectors.cascade import Cascade
 from precis.selectors.defensive import Defensive
 from precis.selectors.topk import TopK
 from precis.selectors.two_stage import TwoStage
+from precis.trims.corm import Corm as CormTrim
+from precis.trims.gkv import GKV
+from precis.trims.slide import Slide
 from precis.views.cluster import ClusterView
 from precis.views.quest import QuestView
 from precis.views.sage import SageView
@@ -50,6 +53,7 @@ VIEWS: dict[str, type[SageView | QuestView | ClusterView]] = {
     "quest": QuestView,
     "cluster": ClusterView,
 }
+TRIMS: dict[str, type[GKV | CormTrim | Slide]] = {"gkv": GKV, "corm": CormTrim, "slide": Slide}
 _WIDTH = {"head": 0, "layer": 1, "global": 2}
 
 

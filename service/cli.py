@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, VIEW_NAMES
+from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
 from service.up import DEFAULT_MODEL, Options, Supervisor
@@ -165,13 +165,14 @@ def ask(
     temperature: Annotated[float, typer.Option(help="0 = always the likeliest token")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="for the same draws again")] = None,
     view: Annotated[str | None, typer.Option(help=f"read only what matters: {', '.join(VIEW_NAMES)}")] = None,
+    trim: Annotated[str | None, typer.Option(help=f"bound a long answer's memory: {', '.join(TRIM_NAMES)}")] = None,
     raw: Annotated[bool, typer.Option(help="text as it is, for contexts with the raw template")] = False,
     url: Url = _URL,
 ) -> None:
     """Ask a context a question; the answer streams."""
     body: dict[str, Any] = {"prompt" if raw else "question": question, "max_tokens": max_tokens}
     body |= {"temperature": temperature, "stream": True}
-    body |= {key: value for key, value in {"seed": seed, "view": view}.items() if value is not None}
+    body |= {key: value for key, value in {"seed": seed, "view": view, "trim": trim}.items() if value is not None}
     for event in Client(url).stream("POST", f"/v1/contexts/{context}/queries", json=body):
         if event.name == "token":
             sys.stdout.write(event.data["text"])

@@ -27,7 +27,7 @@ from precis.wire.messages import (
 from service import metrics, sse
 from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes
-from service.schemas import QueryIn, ScoreIn, ViewIn
+from service.schemas import QueryIn, ScoreIn
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["queries"])
@@ -41,7 +41,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
     card, prompter = await model_of(state, record)
     token_ids = query_tokens(prompter, record, wanted)
     max_tokens = check_room(card, record, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
-    view = ViewIn(kind=wanted.view) if isinstance(wanted.view, str) else wanted.view
+    view, trim = wanted.wanted_view, wanted.wanted_trim
     job = AnswerJob(
         id=f"q_{uuid.uuid4().hex[:20]}",
         context_id=record.id,
@@ -60,6 +60,9 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
         sent_at=time.time(),
         view_budget=view.budget if view else 0,
         view=view.kind if view else "sage",
+        view_slides=view.slide if view else False,
+        trim_budget=trim.budget if trim else 0,
+        trim=trim.kind if trim else "gkv",
     )
     asked = await begin(state, request, record, job)
     headers = {"x-cache": asked.cache}

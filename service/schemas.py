@@ -15,6 +15,7 @@ Ttl = Annotated[int, Field(gt=0, le=10 * 365 * 86400, description="seconds to li
 
 
 ViewKind = Literal["sage", "quest", "cluster"]
+TrimKind = Literal["gkv", "corm", "slide"]
 
 
 class Strict(BaseModel):
@@ -114,6 +115,20 @@ class ViewIn(Strict):
 
     kind: ViewKind = "sage"
     budget: int = Field(512, ge=16, le=1 << 20, description="entries per kv head")
+    slide: bool = Field(False, description="sage only: each token of the answer replaces the oldest recent entry")
+
+    @model_validator(mode="after")
+    def _only_sage_slides(self) -> ViewIn:
+        if self.slide and self.kind != "sage":
+            raise ValueError("slide is for the view sage")
+        return self
+
+
+class TrimIn(Strict):
+    """What an answer forgets of itself while it grows; the question and the snapshot stay."""
+
+    kind: TrimKind = "gkv"
+    budget: int = Field(1024, ge=16, le=1 << 20, description="entries of the answer per kv head, about")
 
 
 class SamplingIn(BaseModel):
@@ -149,6 +164,24 @@ class QueryIn(SamplingIn, Strict):
     logprobs: bool = False
     ignore_eos: bool = False
     view: ViewIn | ViewKind | None = None
+    trim: TrimIn | TrimKind | None = None
+
+    @property
+    def wanted_view(self) -> ViewIn | None:
+        """With the defaults of its kind."""
+        return ViewIn(kind=self.view) if isinstance(self.view, str) else self.view
+
+    @property
+    def wanted_trim(self) -> TrimIn | None:
+        """With the defaults of its kind."""
+        return TrimIn(kind=self.trim) if isinstance(self.trim, str) else self.trim
+
+    @model_validator(mode="after")
+    def _one_trim(self) -> QueryIn:
+        view = self.wanted_view
+        if view is not None and view.slide and self.trim is not None:
+            raise ValueError("a view that slides trims the answer itself: leave trim out")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> QueryIn:

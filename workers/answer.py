@@ -13,10 +13,14 @@ import torch
 
 from precis.core import Snapshot
 from precis.detokenize import Detokenizer, StopText
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
-from precis.policies import VIEWS
+from precis.policies import TRIMS, VIEWS
 from precis.sampling import Sampled, Sampler
+from precis.session import Feed, Session
+from precis.trims import Trim
+from precis.views import View
+from precis.views.sage import SageView
 from precis.wire import keys
 from precis.wire.messages import (
     AnswerJob,
@@ -108,11 +112,11 @@ class Batch:
     def admit(self, entry: Entry, job: AnswerJob, snapshot: Snapshot, cache: str, load_ms: float) -> None:
         """Let a query join the batch at the next step."""
         sampling = job.sampling
-        view = VIEWS[job.view](budget=job.view_budget) if job.view_budget else None
+        view, trim = choices_of(job)
         answer = Answer(
             entry=entry,
             job=job,
-            session=Session.on(snapshot, view),
+            session=Session.on(snapshot, view, trim),
             sampler=Sampler(sampling.temperature, sampling.top_p, sampling.seed, sampling.n_top),
             detokenizer=self._served.prompter.detokenizer(),
             stop_text=StopText(sampling.stop),
@@ -240,6 +244,14 @@ class Batch:
     def fail_all(self, error: PrecisError) -> None:
         """End every answer with an error."""
         self._fail(list(self._answers), error)
+
+
+def choices_of(job: AnswerJob) -> tuple[View | None, Trim | None]:
+    """What the answer reads of the snapshot, and what it keeps of itself."""
+    trim = TRIMS[job.trim](budget=job.trim_budget) if job.trim_budget else None
+    if job.view_budget and job.view_slides:
+        return SageView(budget=job.view_budget, slides=True), trim
+    return VIEWS[job.view](budget=job.view_budget) if job.view_budget else None, trim
 
 
 def already_answered(client: redis.Redis, job: AnswerJob | ScoreJob) -> bool:

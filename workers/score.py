@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from precis.core import Snapshot
-from precis.engine import Feed, Session, step
+from precis.engine import step
+from precis.session import Feed, Session
 from precis.text import Prompter
 from precis.wire.messages import ItemScore, ScoreItem, ScoreJob
 from workers.models import Served

@@ -26,15 +26,16 @@ from benchmarks.quality.corpus import Question, Text, from_folder
 from benchmarks.quality.report import report
 from benchmarks.quality.ruler import Length, documents
 from precis.container import CODECS, pack
-from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
+from precis.core import Prefill, Snapshot
 from precis.full_cache import Document
-from precis.pipeline import document_of, load
+from precis.pipeline import Attempt, document_of, load
 from precis.policies import POLICIES
 from precis.prefill import prefill
-from precis.protection import count_protected, protected_spans
-from precis.selection import choose, gather, protected_mask, score
+from precis.protection import budget_per_head
+from precis.selection import score
 from precis.text import ContextPart
 from precis.wire.messages import Message
+from precis.wire.presets import Compression
 from workers.models import Served, folder_of_default, pick_device, pick_dtype, serve
 
 _CONTINUED = 96
@@ -100,7 +101,7 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
     for name in ["full", *arguments.policies.split(",")]:
         full, scores, seconds = timed_prefill(served, document, name)
         if whole is None:
-            whole = _everything(served, document, full)
+            whole = _attempt(served, document, full, scores, Compression("full", 1.0)).cut(document.n_tokens)
             asked = {
                 form: asking.with_references(
                     model, whole, [_asked(served, part, question, form) for question in text.questions], ends
@@ -108,9 +109,11 @@ def rows_of(served: Served, text: Text, kind: str, arguments: argparse.Namespace
                 for form in formats
             }
         for ratio in [1.0] if name == "full" else [float(found) for found in arguments.ratios.split(",")]:
-            cut = _cut(served, document, full, scores, name, ratio)
-            if cut is None:
+            how = Compression(name, ratio)
+            attempt, per_head = _attempt(served, document, full, scores, how), budget_per_head(document.n_tokens, how)
+            if attempt.n_protected(per_head) > per_head:
                 continue
+            cut = attempt.cut(per_head)
             snapshot, n_bytes = _coded(served, cut, arguments.codec)
             for form in formats:
                 answers = asking.measure(model, snapshot, asked[form], prompter, ends, decode=not arguments.forced)
@@ -145,24 +148,8 @@ def timed_prefill(served: Served, document: Document, name: str) -> tuple[Prefil
     return full, scores, {**seconds, "score_s": time.perf_counter() - read}
 
 
-def _everything(served: Served, document: Document, full: Prefill) -> Snapshot:
-    g = served.model.geometry
-    keep = torch.ones(g.n_layers, g.n_kv_heads, document.n_tokens, dtype=torch.bool, device=served.model.device)
-    return gather(full, Selection.from_mask(keep), _header(document))
-
-
-def _header(document: Document) -> SnapshotHeader:
-    return SnapshotHeader("quality", document.n_tokens, document.n_tokens, min(4, document.n_tokens), {})
-
-
-def _cut(served: Served, document: Document, full: Prefill, scores: Tensor, name: str, ratio: float) -> Snapshot | None:
-    n_tokens, per_head = document.n_tokens, max(1, round(document.n_tokens * ratio))
-    if count_protected(n_tokens, name, per_head, document.protected) > per_head:
-        return None
-    spans = protected_spans(n_tokens, name, per_head, document.protected)
-    protected = protected_mask(n_tokens, spans, served.model.device)
-    selection = choose(full, scores, POLICIES[name], protected, per_head)
-    return gather(full, selection, _header(document))
+def _attempt(served: Served, document: Document, full: Prefill, scores: Tensor, how: Compression) -> Attempt:
+    return Attempt(served.model, served.rotary, document, how, b"", full, scores)
 
 
 def _coded(served: Served, cut: Snapshot, codec: str) -> tuple[Snapshot, int]:

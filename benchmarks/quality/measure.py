@@ -10,8 +10,9 @@ from torch import Tensor
 
 from benchmarks.quality.corpus import Question
 from precis.core import Snapshot
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.families import Model
+from precis.session import Feed, Session
 from precis.text import Prompter
 from service.evaluate import f1, words
 
@@ -120,7 +121,7 @@ def _read(model: Model, snapshot: Snapshot, asked: Sequence[Asked]) -> tuple[lis
 
 
 def _copies(sessions: Sequence[Session]) -> list[Session]:
-    return [replace(session, keys=session.keys.clone(), values=session.values.clone()) for session in sessions]
+    return [replace(session, tail=session.tail.copy()) for session in sessions]
 
 
 def _forced(

@@ -16,6 +16,8 @@ class View(Protocol):
         budget: entries per kv head, about.
         every_step: whether entries are chosen anew for every token of the answer, or once at the question's last token.
         dense_layers: first layers, which always read everything.
+        n_sliding: most recent entries that make room for the answer's, one by one, and entries of the answer that are
+            then read at most; 0 = they stay.
         index_size: what an index depends on besides the keys; equal views share it.
     """
 
@@ -27,6 +29,9 @@ class View(Protocol):
 
     @property
     def dense_layers(self) -> int: ...
+
+    @property
+    def n_sliding(self) -> int: ...
 
     @property
     def index_size(self) -> int: ...

@@ -36,6 +36,7 @@ class ClusterView:
     n_rounds: int = 10
     dense_layers: int = 2
     every_step: bool = True
+    n_sliding: int = 0
 
     def prepare(self, keys: Tensor, positions: Tensor) -> Index:
         """Cluster one kv head's keys.

@@ -32,6 +32,7 @@ class QuestView:
     index_size: int = 16
     dense_layers: int = 2
     every_step: bool = True
+    n_sliding: int = 0
 
     def prepare(self, keys: Tensor, positions: Tensor) -> Index:
         """Bounds of each page.

@@ -78,6 +78,9 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
         token_ids: the query part, little-endian int32.
         view_budget: entries per kv head that the view leaves visible; 0 = no view.
         view: its kind.
+        view_slides: whether the view's recent entries make room for the answer's.
+        trim_budget: entries per kv head that the trim leaves of the answer, about; 0 = no trim.
+        trim: its kind.
         api: id of the API process that reads the answer; when it dies, the answer is dropped.
         sent_at: Unix time, seconds.
     """
@@ -90,6 +93,9 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     sent_at: float
     view_budget: int = 0
     view: Literal["sage", "quest", "cluster"] = "sage"
+    view_slides: bool = False
+    trim_budget: int = 0
+    trim: Literal["gkv", "corm", "slide"] = "gkv"
 
 
 class ScoreItem(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from precis.errors import InvalidRequest
 CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
 CODEC_NAMES = tuple(CODEC_BITS)
 VIEW_NAMES = ("sage", "quest", "cluster")
+TRIM_NAMES = ("gkv", "corm", "slide")
 MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
 DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip", 0.25, "int4"
 AUTO = "auto"  # the name of the default policy, whichever it is

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.families import Rotary
 from precis.fidelity import full_logits
 from precis.pipeline import answer, compress
 from precis.sampling import Sampler
+from precis.session import Feed, Session
 from precis.wire.presets import resolve
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
 from tests.precis.reference import MaskedModel

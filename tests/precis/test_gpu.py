@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from precis.attention.plug import attach
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.families import Rotary
 from precis.pipeline import answer, compress, load
 from precis.sampling import Sampler
+from precis.session import Feed, Session
 from precis.views.sage import SageView
 from precis.wire.presets import CODEC_NAMES, PRESETS, Compression
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens

@@ -12,7 +12,7 @@ from precis.attention.torch_ref import Segment, attend
 from precis.budgets.uniform import Uniform
 from precis.container import CODECS, check_manifest, pack, read_layer, unpack
 from precis.core import Prefill
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.errors import SnapshotCorrupt
 from precis.families import Model, Rotary
 from precis.manifest import open_manifest
@@ -23,6 +23,7 @@ from precis.ranking import rank_per_head
 from precis.scorers.h2o import H2O
 from precis.selection import merge, protected_mask
 from precis.selectors.topk import TopK
+from precis.session import Feed, Session
 from precis.sizes import head_bytes, packed_bytes
 from tests.precis.build import N_CONTEXT, attached, cut, read, tokens
 

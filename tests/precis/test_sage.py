@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.families import Rotary
 from precis.observations.window import WindowQueries
 from precis.pipeline import answer, compress
 from precis.sampling import Sampler
+from precis.session import Feed, Session
 from precis.views.sage import SageView
 from precis.wire.presets import resolve
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
@@ -63,6 +64,7 @@ def test_decoding_with_a_view_equals_a_mask_on_the_dense_model() -> None:
     reference = MaskedModel(tiny())
     expected = reference.logits(token_ids[: N_CONTEXT + 6])[-1:]
     torch.testing.assert_close(whole, expected, atol=2e-5, rtol=0)  # the query itself reads everything
+    asked = session.tail.copy()
     found = [step(model, [Feed(session, [int(t)])])[0] for t in token_ids[N_CONTEXT + 6 :]]
     alone = Session.on(cut(read(model, token_ids[:N_CONTEXT])))
     step(model, [Feed(alone, query)])
@@ -71,7 +73,7 @@ def test_decoding_with_a_view_equals_a_mask_on_the_dense_model() -> None:
     # a dense run whose rows after the query are masked, on top of the query's unmasked keys and values
     masked = cut(read(model, token_ids[:N_CONTEXT]), keep)
     kept = Session.on(masked)
-    kept.keys, kept.values, kept.n_tail = session.keys.clone(), session.values.clone(), 6
+    kept.tail = asked
     again = [step(model, [Feed(kept, [int(t)])])[0] for t in token_ids[N_CONTEXT + 6 :]]
     for one, other in zip(found, again, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=0)

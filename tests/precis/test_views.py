@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precis.engine import Feed, Session, step
+from precis.engine import step
 from precis.pipeline import answer
 from precis.sampling import Sampler
+from precis.session import Feed, Session
 from precis.views import View
 from precis.views.cluster import ClusterView
 from precis.views.quest import QuestView
@@ -71,7 +72,7 @@ def test_every_token_is_answered_over_what_was_chosen_for_it(view: View) -> None
     torch.testing.assert_close(whole, step(model, [Feed(plain, query)])[0])  # the question reads everything
     seen = []
     for token in token_ids[N_CONTEXT + 6 :].tolist():
-        before = (session.keys.clone(), session.values.clone(), session.n_tail)
+        before = session.tail.copy()
         found = step(model, [Feed(session, [token])])[0]
         assert {layer for layer, _ in session.seen} == {2, 3}
         keep = torch.ones(4, 2, N_CONTEXT, dtype=torch.bool)
@@ -80,7 +81,7 @@ def test_every_token_is_answered_over_what_was_chosen_for_it(view: View) -> None
             keep[layer, head, positions.long()] = True
         assert int(keep[2:].sum(-1).max()) <= 48
         masked = Session.on(cut(full, keep.clone()))
-        masked.keys, masked.values, masked.n_tail = before
+        masked.tail = before
         torch.testing.assert_close(step(model, [Feed(masked, [token])])[0], found, atol=2e-5, rtol=0)
         seen.append(keep)
     assert any(not torch.equal(seen[0], other) for other in seen[1:])  # it does look again

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from precis.wire.presets import VIEW_NAMES
+from precis.wire.presets import TRIM_NAMES, VIEW_NAMES
 from tests.stack import Stack, wait_for
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -174,6 +174,18 @@ def test_a_view_answers_and_leaves_the_snapshot_for_others(stack: Stack, context
         assert ask(stack, context, max_tokens=16, view=kind).json()["text"]
         assert ask(stack, context, max_tokens=16, view={"kind": kind, "budget": 10_000}).json()["text"] == before
     assert ask(stack, context, max_tokens=16).json()["text"] == before
+
+
+def test_a_trim_bounds_a_long_answer_and_leaves_others_alone(stack: Stack, context: dict[str, Any]) -> None:
+    before = ask(stack, context, max_tokens=60, ignore_eos=True).json()["text"]
+    for kind in TRIM_NAMES:
+        wide = ask(stack, context, max_tokens=60, ignore_eos=True, trim=kind)
+        assert wide.json()["text"] == before
+        small = ask(stack, context, max_tokens=60, ignore_eos=True, trim={"kind": kind, "budget": 16})
+        assert small.json()["usage"]["completion_tokens"] == 60
+    sliding = ask(stack, context, max_tokens=60, ignore_eos=True, view={"kind": "sage", "budget": 40, "slide": True})
+    assert sliding.json()["usage"]["completion_tokens"] == 60
+    assert ask(stack, context, max_tokens=60, ignore_eos=True).json()["text"] == before
 
 
 def test_scores_agree_with_answers(stack: Stack) -> None:

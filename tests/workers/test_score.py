@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from precis.engine import Feed, Session, step
+from precis.engine import step
+from precis.session import Feed, Session
 from precis.text import Prompter
 from precis.wire.messages import ScoreItem, ScoreJob
 from tests.precis.build import attached, cut, read, tokens

@@ -76,12 +76,14 @@ class Prefill:
         keys: [L, K, T, D] after RoPE, in the model's dtype.
         values: [L, K, T, D].
         observed: per observation (`precis.observations`), a tensor with L first.
+        tables: of the model, from its artifact, with L first.
     """
 
     geometry: Geometry
     keys: Tensor
     values: Tensor
     observed: Mapping[Hashable, Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         g = self.geometry
@@ -104,6 +106,16 @@ class Prefill:
             raise ValueError(f"{observation} was not observed during prefill")
         return self.observed[observation]
 
+    def table(self, name: str) -> Tensor:
+        """A table of the model.
+
+        Raises:
+            ValueError: if it was never measured.
+        """
+        if name not in self.tables:
+            raise ValueError(f"the model has no table {name}: run precis calibrate")
+        return self.tables[name]
+
     def of_layers(self, layers: list[int]) -> Prefill:
         """The same context, as if the model had only these layers."""
         if len(layers) == self.geometry.n_layers:
@@ -117,7 +129,8 @@ class Prefill:
             softcap=tuple(g.softcap[layer] for layer in layers),
         )
         observed = {name: seen[layers] for name, seen in self.observed.items()}
-        return Prefill(geometry, self.keys[layers], self.values[layers], observed)
+        tables = {name: table[layers] for name, table in self.tables.items()}
+        return Prefill(geometry, self.keys[layers], self.values[layers], observed, tables)
 
 
 @dataclass(frozen=True, slots=True)

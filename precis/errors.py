@@ -3,12 +3,13 @@
 PrecisError
 ├─ RequestError            the caller can fix it
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
+│  ├─ ArtifactMissing
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
 │  └─ ContextTooLong · QueryTooLong · BodyTooLarge
 ├─ CapacityError           try again later
 │  └─ QueueFull · StoreFull · NoWorker · ShuttingDown
 ├─ SnapshotError           the stored thing cannot be used
-│  └─ SnapshotMissing · SnapshotCorrupt · SnapshotStale
+│  └─ SnapshotMissing · SnapshotCorrupt · SnapshotStale · ArtifactUnusable
 └─ WorkerError             the machine failed, or the work was stopped
    └─ OutOfMemory · JobLost · JobCancelled · InternalError
 """
@@ -76,6 +77,10 @@ class UnsupportedModel(RequestError):
     code = "unsupported_model"
 
 
+class ArtifactMissing(RequestError):
+    code = "artifact_missing"
+
+
 class ModelNotFound(RequestError):
     code = "model_not_found"
 
@@ -134,6 +139,10 @@ class SnapshotCorrupt(SnapshotError):
 
 class SnapshotStale(SnapshotError):
     code = "snapshot_stale"
+
+
+class ArtifactUnusable(SnapshotError):
+    code = "artifact_unusable"
 
 
 class OutOfMemory(WorkerError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Model:
         decoder: its decoder, without the language-model head.
         attentions: per layer, the attention module.
         digest: hash over weights, config and dtype.
+        tables: measured once of this model (`precis.artifacts`), or none.
+        artifact: their fingerprint, or empty.
     """
 
     hf: Any
@@ -34,6 +37,8 @@ class Model:
     attentions: tuple[nn.Module, ...]
     geometry: Geometry
     digest: str
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    artifact: str = ""
 
     @property
     def device(self) -> torch.device:

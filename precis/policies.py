@@ -10,6 +10,7 @@ from precis.budgets.consistency import Consistency
 from precis.budgets.convex import Convex
 from precis.budgets.global_ import Global
 from precis.budgets.heads import TwoLevel
+from precis.budgets.layer_errors import LayerErrors
 from precis.budgets.mass import Mass
 from precis.budgets.pyramid import Pyramid
 from precis.budgets.threshold import Threshold
@@ -20,6 +21,7 @@ from precis.mergers.kvmerger import KVMerger
 from precis.scorers import Comparable, Needs, Scorer
 from precis.scorers.blend import Blend
 from precis.scorers.compactor import Compactor
+from precis.scorers.compresskv import CompressKV
 from precis.scorers.corm import Corm
 from precis.scorers.defensive import Defensive as DefensiveScorer
 from precis.scorers.expected import Expected
@@ -111,6 +113,8 @@ POLICIES: dict[str, Policy] = {
     "cascadingkv": Policy(H2O(), Uniform(), Cascade()),
     "catekv": Policy(_SNAPKV, Consistency(), TopK()),
     "kvmerger": Policy(H2O(), Uniform(), _KVMERGER, _KVMERGER),
+    "compresskv": Policy(CompressKV(), LayerErrors(), TopK()),
+    "duo": Policy(Streaming(), TwoLevel(by_table=True), TopK()),
     "expected": Policy(Expected(), Uniform(), TopK()),
     "expected-adakv": Policy(Expected(epsilon=1e-2), Adaptive(), TopK()),
     "critical-expected": Policy(_PLAIN_EXPECTED, Uniform(), TwoStage(order=2)),

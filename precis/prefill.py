@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
+from torch import Tensor
 
 from precis.core import Prefill
 from precis.families import Model, Rotary
@@ -47,6 +48,5 @@ def prefill(
     between("prefill", n_tokens, n_tokens)
     full = Prefill(model.geometry, cache.keys, cache.values)
     reading = Reading(model, rotary, document, full, between)
-    return Prefill(
-        model.geometry, cache.keys, cache.values, {need: made.finish(reading) for need, made in observers.items()}
-    )
+    observed: dict[Hashable, Tensor] = {need: made.finish(reading) for need, made in observers.items()}
+    return Prefill(model.geometry, cache.keys, cache.values, observed, model.tables)

@@ -14,11 +14,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
+from service.calibrate import calibrate
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read a document once, ask it many times.")
+app.command()(calibrate)
 _out, _err = Console(), Console(stderr=True)
 Url = Annotated[str, typer.Option(envvar="PRECIS_URL", help="server to talk to")]
 _URL = "http://127.0.0.1:8000"

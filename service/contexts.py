@@ -21,7 +21,7 @@ from precis.fingerprint import of_context
 from precis.protection import check_budget, tighter
 from precis.text import ContextPart, Prompter
 from precis.wire.messages import ContextRecord, Message
-from precis.wire.presets import resolve
+from precis.wire.presets import resolve, with_artifact
 from service.records import expired
 from service.schemas import ContextIn, ContextPatch, context_out, kept_ratio
 from service.state import State, StateDep
@@ -104,6 +104,7 @@ async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes
     )
     messages = _messages(wanted)
     card = await state.fleet.card(wanted.model)
+    how = with_artifact(how, card.artifacts)
     prompter = await state.fleet.prompter(card)
     part = await asyncio.to_thread(_part, prompter, wanted, messages)
     n_tokens = len(part.token_ids)

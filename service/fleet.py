@@ -20,7 +20,7 @@ class Fleet:
 
     def __init__(self, client: Any, grace_s: float) -> None:
         self._redis, self._grace_s = client, grace_s
-        self._cards: dict[str, ModelCard] = {}
+        self._cards: dict[str, tuple[bytes, ModelCard]] = {}
         self._prompters: dict[str, Prompter] = {}
         self._workers: list[WorkerRecord] = []
         self._looked_at = float("-inf")
@@ -71,11 +71,9 @@ class Fleet:
         digest = await self._redis.hget(keys.model(name), "digest")
         if digest is None:
             raise ModelNotFound(f"there is no model {name!r}")
-        held = self._cards.get(name)
-        if held is None or held.digest != digest.decode():
-            held = decode(await self._redis.hget(keys.model(name), "card"), ModelCard)
-            self._cards[name] = held
-        return held
+        if name not in self._cards or self._cards[name][0] != digest:
+            self._cards[name] = (digest, decode(await self._redis.hget(keys.model(name), "card"), ModelCard))
+        return self._cards[name][1]
 
     async def prompter(self, card: ModelCard) -> Prompter:
         """Tokenizer and template of a model."""

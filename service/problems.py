@@ -36,6 +36,7 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.StoreFull: 507,
     errors.NoWorker: 503,
     errors.ShuttingDown: 503,
+    errors.ArtifactMissing: 422,
     errors.SnapshotError: 500,
     errors.SnapshotMissing: 410,
     errors.SnapshotCorrupt: 500,

@@ -20,7 +20,7 @@ from redis.retry import Retry
 from precis.errors import PrecisError
 from precis.wire import logs
 from precis.wire.messages import WorkerRecord
-from workers import models
+from workers import artifacts, models
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
 from workers.jobs import Heart, Queue
@@ -90,7 +90,10 @@ def main() -> int:
     except PrecisError as error:
         log.error("cannot_serve", code=error.code, why=error.detail)  # noqa: TRY400 — a refusal, not a bug
         return 2
-    worker = build(settings, served)
+    found = artifacts.find(
+        connect(settings.queue_url), settings.data_dir.expanduser(), served.weights, served.model.geometry
+    )
+    worker = build(settings, served.with_artifact(found))
 
     def stop(_signal: int, _frame: object) -> None:
         worker.stopping = True

@@ -139,6 +139,10 @@ class Compressor:
         served = self.served
         if record.tokenizer_digest != served.card.tokenizer_digest:
             raise SnapshotStale("the context was made with another tokenizer or chat template: upload it again")
+        if record.compression.artifact not in ("", served.model.artifact):
+            raise SnapshotStale(
+                "the context was made with other tables of the model than there are now: upload it again"
+            )
         tokens = self.records.raw_tokens(record.id)
         cut = self.tightened(record, tokens, between)
         if cut is not None:

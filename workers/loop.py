@@ -20,6 +20,7 @@ from precis.errors import (
     ShuttingDown,
     SnapshotError,
 )
+from precis.fingerprint import digest
 from precis.wire import keys
 from precis.wire.codec import encode
 from precis.wire.messages import (
@@ -99,7 +100,8 @@ class Worker:
     def announce(self) -> None:
         """Tell the API of the model and of this worker."""
         card = self.served.card
-        self.client.hset(keys.model(card.name), mapping={"digest": card.digest, "card": encode(card)})
+        encoded = encode(card)
+        self.client.hset(keys.model(card.name), mapping={"digest": digest(card=encoded), "card": encoded})
         self.client.sadd(keys.MODELS, card.name)
         self._tell_heart()
         self.heart.beat()

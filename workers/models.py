@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from precis.artifacts import Artifact
 from precis.attention.plug import attach
 from precis.errors import InternalError, UnsupportedModel
 from precis.families import Model, Rotary
@@ -27,12 +29,26 @@ _MIN_ROOM = 256  # tokens that a context leaves for query and answer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A loaded model with all that a worker needs around it."""
+    """A loaded model with all that a worker needs around it.
+
+    Attributes:
+        weights: digest of weights and config, by which artifacts know their model.
+    """
 
     model: Model
     rotary: Rotary
     prompter: Prompter
     card: ModelCard
+    weights: str
+
+    def with_artifact(self, artifact: Artifact | None) -> Served:
+        """The same model with tables that were checked to be its own."""
+        if artifact is None:
+            return self
+        tables = {name: table.to(self.model.device) for name, table in artifact.tables.items()}
+        model = replace(self.model, tables=tables, artifact=artifact.fingerprint)
+        card = msgspec.structs.replace(self.card, artifacts={artifact.kind: artifact.fingerprint})
+        return replace(self, model=model, card=card)
 
 
 def gguf_of_default() -> Path:
@@ -100,8 +116,9 @@ def serve(name: str, location: str, device: torch.device, dtype: torch.dtype) ->
     model = attach(hf)
     check_against(model, probe, expected)
     card = card_of(name, model, tokenizer)
+    weights = model.digest
     model = replace(model, digest=card.digest)  # token ids are part of a fingerprint, so the tokenizer is as well
-    return Served(model, Rotary(model, model.geometry.max_length), Prompter(card), card)
+    return Served(model, Rotary(model, model.geometry.max_length), Prompter(card), card, weights)
 
 
 @torch.inference_mode()

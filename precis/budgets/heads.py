@@ -1,7 +1,7 @@
 """Two-level heads: some heads keep everything, the others only what is protected.
 
 The head-level mode of KVzip (Kim et al. 2025, arXiv:2505.23416), and the deployment of DuoAttention (Xiao et al. 2024,
-arXiv:2410.10819) and PruLong (Bhaskar et al. 2025, arXiv:2506.17121) where `table` gives the importance of heads.
+arXiv:2410.10819) and PruLong (Bhaskar et al. 2025, arXiv:2506.17121) where a table gives the importance of heads.
 Differs from the papers: without a table a head's importance is its highest score in this very context (KVzip takes it
 from one sample), and the head on the border gets what is left of the budget.
 """
@@ -22,10 +22,10 @@ class TwoLevel:
     """Full budgets for the most important heads, protected tokens only for the rest.
 
     Attributes:
-        table: importance [L][K] of heads from a calibration, or empty: the head's highest score.
+        by_table: whether importance is the model's table `importance` [L, K], instead of the head's highest score.
     """
 
-    table: tuple[tuple[float, ...], ...] = ()
+    by_table: bool = False
     needs_comparable: Comparable = "global"
     nested: Comparable | None = None
 
@@ -37,24 +37,19 @@ class TwoLevel:
         """Fill heads up from the most important on.
 
         Args:
-            prefill: not read.
+            prefill: with the table, if it decides.
             scores: [L, K, T] float32.
             protected: [T] bool.
             per_head: mean entries per head.
 
         Returns:
             [L, K] int64.
-
-        Raises:
-            ValueError: if the table is for other heads.
         """
         n_layers, n_kv_heads, n_tokens = scores.shape
         n_protected = int(protected.sum())
         importance = scores.masked_fill(protected, float("-inf")).amax(-1)
-        if self.table:
-            importance = torch.tensor(self.table, device=scores.device)
-            if importance.shape != (n_layers, n_kv_heads):
-                raise ValueError(f"the table has {tuple(importance.shape)} heads, the model {(n_layers, n_kv_heads)}")
+        if self.by_table:
+            importance = prefill.table("importance").to(scores.device)
         order = torch.sort(importance.flatten(), descending=True, stable=True).indices
         room = n_tokens - n_protected
         left = (per_head - n_protected) * order.shape[0] - room * torch.arange(order.shape[0], device=order.device)

@@ -31,6 +31,11 @@ def worker_jobs(worker_id: str) -> str:
     return f"{{precis}}:jobs:worker:{worker_id}"
 
 
+def artifact(weights: str, kind: str) -> str:
+    """String: what was measured of a model once, for all of its workers; no expiry."""
+    return f"{{precis}}:artifact:{weights}:{kind}"
+
+
 def context(context_id: str) -> str:
     """Hash of a ContextRecord; until deleted, or a day after expiry."""
     return f"{{precis}}:context:{context_id}"

@@ -28,6 +28,7 @@ class ModelCard(msgspec.Struct, frozen=True):
         max_length: tokens of context and answer together.
         min_room: tokens that a context must leave free for a query.
         raw_bytes_per_token: of the full cache in 16 bits.
+        artifacts: per kind, the fingerprint of what was measured of the model once.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     n_kv_heads: int
     dtype: str
     raw_bytes_per_token: int
+    artifacts: dict[str, str] = {}
 
     @property
     def max_context(self) -> int:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from precis.errors import InvalidRequest
+from precis.errors import ArtifactMissing, InvalidRequest
 
 CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
 CODEC_NAMES = tuple(CODEC_BITS)
@@ -33,6 +33,7 @@ class Preset(msgspec.Struct, frozen=True):
         nested: whether its snapshots can be tightened later without reading the document again.
         probes: whether it asks representative questions, which then have to be given.
         finds_budget: the kept share is the method's own, and `keep_ratio` only its ceiling, 1 by default.
+        artifact: kind of artifact that the model must have, or empty.
         summary: one line for people.
     """
 
@@ -45,6 +46,7 @@ class Preset(msgspec.Struct, frozen=True):
     finds_budget: bool = False
     probes: bool = False
     nested: bool = False
+    artifact: str = ""
 
 
 PRESETS: dict[str, Preset] = {
@@ -65,6 +67,18 @@ PRESETS: dict[str, Preset] = {
     "cascadingkv": Preset("ever sparser windows over the past (CascadingKV)"),
     "catekv": Preset("prunes heads that look at the same tokens all the time (CateKV)", n_window=64),
     "kvmerger": Preset("merges runs of neighbours with similar keys (KVMerger)", window_share=1 / 3),
+    "compresskv": Preset(
+        "keeps what known retrieval heads look at, more where a layer suffers (CompressKV)",
+        n_window=8,
+        artifact="heads",
+    ),
+    "duo": Preset(
+        "keeps everything in known retrieval heads, the ends elsewhere (DuoAttention, PruLong)",
+        n_sink=16,
+        n_window=256,
+        window_cap=0.5,
+        artifact="heads",
+    ),
     "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)", nested=True),
     "expected-adakv": Preset("ExpectedAttention with budgets that follow the heads (AdaKV)"),
     "critical-expected": Preset("ExpectedAttention, then output perturbation (CriticalKV)"),
@@ -103,6 +117,7 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_bytes: keep as much as fits into so many stored bytes, or None.
         max_kl: keep as little as measured fidelity allows, in nats per token, or None.
         probes: representative questions.
+        artifact: fingerprint of the model's tables, for policies that read them.
     """
 
     policy: str = DEFAULT_POLICY
@@ -111,6 +126,7 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_bytes: int | None = None
     max_kl: float | None = None
     probes: tuple[str, ...] = ()
+    artifact: str = ""
 
     @property
     def searches(self) -> bool:
@@ -136,7 +152,26 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found["max_kl"] = self.max_kl
         if self.probes:
             found["probes"] = hashlib.sha256(msgspec.json.encode(self.probes)).hexdigest()
+        if self.artifact:
+            found["artifact"] = self.artifact
         return found
+
+
+def with_artifact(how: Compression, artifacts: Mapping[str, str]) -> Compression:
+    """The same compression with the fingerprint of the artifact that its policy reads, if it reads one.
+
+    Raises:
+        ArtifactMissing: if the model has none.
+    """
+    wanted = PRESETS[how.policy].artifact
+    if not wanted:
+        return how
+    if wanted not in artifacts:
+        raise ArtifactMissing(
+            f"the policy {how.policy} needs tables of this model that were not measured yet: run `precis calibrate` "
+            "beside its worker and start it again, or choose another policy"
+        )
+    return msgspec.structs.replace(how, artifact=artifacts[wanted])
 
 
 def resolve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,19 @@ def tokens(n: int, seed: int = 1) -> Tensor:
 
 
 def attached(family: str = "llama", **changes: Any) -> Model:
-    """A tiny model with the precis attention."""
-    return attach(tiny(family, **changes))
+    """A tiny model with the precis attention, and tables by chance."""
+    return with_tables(attach(tiny(family, **changes)))
+
+
+def with_tables(model: Model) -> Model:
+    """The same model with tables by chance."""
+    g, generator = model.geometry, torch.Generator().manual_seed(5)
+    tables = {
+        "retrieval": torch.rand(g.n_layers, g.n_heads, generator=generator),
+        "importance": torch.rand(g.n_layers, g.n_kv_heads, generator=generator),
+        "layer_errors": torch.rand(g.n_layers, generator=generator),
+    }
+    return replace(model, tables=tables, artifact="by chance")
 
 
 def document(token_ids: Tensor) -> Document:

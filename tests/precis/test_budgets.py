@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from precis.budgets.consistency import Consistency
 from precis.budgets.convex import Convex
 from precis.budgets.global_ import Global
 from precis.budgets.heads import TwoLevel
+from precis.budgets.layer_errors import LayerErrors
 from precis.budgets.mass import Mass
 from precis.budgets.pyramid import Pyramid
 from precis.budgets.threshold import Threshold
@@ -39,7 +42,9 @@ ALLOCATORS = [
     Pyramid(),
     Pyramid(beta=1.0),
     TwoLevel(),
-    TwoLevel(table=((0.1, 0.5), (0.3, 0.2), (0.9, 0.5))),
+    TwoLevel(by_table=True),
+    LayerErrors(),
+    LayerErrors(floor=2, cap=1.5),
     Consistency(n_window=4),
 ]
 
@@ -52,7 +57,11 @@ def empty_prefill(n_layers: int, n_kv_heads: int, n_tokens: int, seed: int = 0) 
     )
     keys = torch.randn(n_layers, n_kv_heads, n_tokens, 4, generator=generator)
     queries = {n: torch.randn(n_layers, 2 * n_kv_heads, n, 4, generator=generator) for n in (1, 4)}
-    return Prefill(geometry, keys, keys, {WindowQueries(n): found for n, found in queries.items()})
+    tables = {
+        "importance": torch.rand(n_layers, n_kv_heads, generator=generator),
+        "layer_errors": queries[1][:, 0, 0, 0].abs(),
+    }
+    return Prefill(geometry, keys, keys, {WindowQueries(n): found for n, found in queries.items()}, tables)
 
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
@@ -158,8 +167,20 @@ def test_two_levels_fill_the_most_important_heads_and_leave_the_rest_protected_o
     scores[1, 0, 3], scores[0, 1, 7] = 0.9, 0.5
     protected, nothing = torch.arange(10) < 2, empty_prefill(2, 2, 10)
     assert TwoLevel().allocate(nothing, scores, protected, 5).tolist() == [[2, 6], [10, 2]]
-    with pytest.raises(ValueError, match="the table has"):
-        TwoLevel(table=((1.0,),)).allocate(nothing, scores, protected, 5)
+    table = {"importance": torch.tensor([[0.1, 0.2], [0.9, 0.2]])}
+    by_table = TwoLevel(by_table=True).allocate(replace(nothing, tables=table), scores, protected, 5)
+    assert by_table.tolist() == [[2, 6], [10, 2]]  # of equals the first
+    with pytest.raises(ValueError, match="precis calibrate"):
+        TwoLevel(by_table=True).allocate(replace(nothing, tables={}), scores, protected, 5)
+
+
+def test_layers_share_by_their_errors_up_to_three_times_the_mean() -> None:
+    prefill = replace(empty_prefill(4, 2, 100), tables={"layer_errors": torch.tensor([0.0, 1.0, 3.0, 96.0])})
+    protected, scores = torch.arange(100) < 2, torch.zeros(4, 2, 100)
+    budgets = LayerErrors(floor=4).allocate(prefill, scores, protected, 22)
+    # 4 x 20 free: 4 each, of the rest the last layer would get 61 of 64, but 60 at most in all: 8 are shared 1 to 3
+    assert budgets.tolist() == [[6, 6], [8, 8], [12, 12], [62, 62]]
+    assert LayerErrors(floor=30).allocate(prefill, scores, protected, 22).tolist() == [[22, 22]] * 4
 
 
 def test_heads_whose_attention_varies_keep_everything() -> None:

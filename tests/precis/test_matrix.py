@@ -13,7 +13,7 @@ from precis.pipeline import compress
 from precis.policies import POLICIES, VIEWS
 from precis.protection import check_budget
 from precis.wire.presets import CODEC_NAMES, PRESETS, VIEW_NAMES, Compression, resolve
-from tests.precis.build import N_CONTEXT, attached, read, tokens
+from tests.precis.build import N_CONTEXT, attached, read, tokens, with_tables
 from tests.tiny import tiny
 
 PROBES = ((21, 22, 23), (24,))
@@ -116,7 +116,7 @@ def test_groups_of_any_size(policy: str, n_heads: int, n_kv_heads: int) -> None:
 @pytest.mark.parametrize("policy", PRESETS)
 def test_half_precision_caches_give_one_selection_however_they_are_read(policy: str) -> None:
     """bfloat16 ties: the same document always gives the same entries."""
-    model = attach(tiny().to(torch.bfloat16))
+    model = with_tables(attach(tiny().to(torch.bfloat16)))
     document = Document(tokens(N_CONTEXT), (0, N_CONTEXT), (), (11, 12), ((14, 15), (16,)), PROBES)
     how = Compression(policy, {False: 1.0, True: 0.9}[PRESETS[policy].evicts], "raw16")
     once, again = (compress(model, Rotary(model, 512), document, how).packed for _ in range(2))

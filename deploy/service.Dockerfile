@@ -1,7 +1,7 @@
 # The API: no torch, no model files. Tokenizers come from the workers, through Redis.
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY precis precis
 COPY service service
 COPY workers workers

@@ -2,7 +2,9 @@
 ARG FLAVOUR=cpu
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE requirements.lock ./
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml hatch_build.py README.md LICENSE requirements.lock ./
 COPY precis precis
 COPY service service
 COPY workers workers

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from precis.attention import native
 from precis.attention.dense import Maxima, causal_attention, recording_attention
 from precis.core import Geometry, Prefill
 from precis.families import Model
@@ -118,9 +119,8 @@ class Overlay:
         scaling, softcap, window = g.scaling[layer], g.softcap[layer], g.windows[layer]
         if maxima is None:
             return causal_attention(query, keys, values, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
-        return recording_attention(
-            query, keys, values, maxima, scaling=scaling, softcap=softcap, window=window, sinks=sinks
-        )
+        record = native.recording_attention if native.usable(query) else recording_attention
+        return record(query, keys, values, maxima, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
 
 
 def forward_tokens(model: Model, token_ids: Tensor, start: int, store: DenseCache | Overlay) -> Tensor:

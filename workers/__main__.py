@@ -17,6 +17,7 @@ from prometheus_client import start_http_server
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from precis import native
 from precis.errors import PrecisError
 from precis.wire import logs
 from precis.wire.messages import WorkerRecord
@@ -101,6 +102,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     server, _ = start_http_server(settings.metrics_port, "127.0.0.1" if not settings.metrics_port else "0.0.0.0")
+    if device.type == "cpu" and native.library() is None:
+        log.warning("no_kernels", why="there was no C++ compiler when precis was installed: scoring is slower")
     worker.heart.start()
     log.info(
         "worker_ready",

@@ -20,7 +20,7 @@ from precis.full_cache import Document, Overlay, forward_tokens
 from precis.observations import Afterwards, Reading
 
 CHUNK = 2048  # tokens repeated at a time, as in kvpress; the paper says about 2,000
-FORWARD = 256  # tokens per forward
+FORWARD = 512  # tokens per forward, as in the prefill
 SINKS = 4
 _OVERLAP = 8
 

@@ -17,7 +17,7 @@ CODEC_NAMES = tuple(CODEC_BITS)
 VIEW_NAMES = ("sage", "quest", "cluster")
 TRIM_NAMES = ("gkv", "corm", "slide")
 MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
-DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip", 0.25, "int4"
+DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip-fisher", 0.25, "int4"
 AUTO = "auto"  # the name of the default policy, whichever it is
 
 

@@ -1,0 +1,312 @@
+// Attention of new tokens over a dense cache, and the largest weight that any of them paid to each entry of a span.
+//
+// One pass: a tile of rows of one query head against all keys it sees. Logits stay in the tile (tens of kilobytes per
+// row block), are exponentiated there, multiplied with the values, and reduced to column maxima, so that no weight ever
+// reaches main memory. Vectors are the compiler's: the file is compiled once per instruction set, and has no intrinsics.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kBlockRows = 12;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kBlockRows = 6;  // 12 of 16
+#else
+constexpr int kLanes = 4, kBlockRows = 6;
+#endif
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+
+constexpr int kRows = 24;    // of a tile
+constexpr int kBlock = 128;  // values that stay in the first-level cache
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+inline Vec load(const float* from) {
+  Vec found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+inline void store(float* to, Vec what) { std::memcpy(to, &what, sizeof what); }
+
+inline Vec all(float value) { return value - Vec{}; }
+
+// e^x for x <= 0, relative error below 3e-7; 0 below -87.
+inline Vec exp_of(Vec x) {
+  const VecInt gone = x < -87.0f;
+  x = gone ? all(-87.0f) : x;
+  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec n = (x * 1.44269504088896341f + magic) - magic;
+  Vec r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const VecInt power = (__builtin_convertvector(n, VecInt) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  p = p * scale;
+  return gone ? Vec{} : p;
+}
+
+inline float sum_of(Vec x) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; i++) sum += x[i];
+  return sum;
+}
+
+float sum_between(const float* from, int start, int stop) {
+  Vec sum{};
+  int j = start;
+  for (; j + kLanes <= stop; j += kLanes) sum += load(from + j);
+  float rest = 0;
+  for (; j < stop; j++) rest += from[j];
+  return sum_of(sum) + rest;
+}
+
+struct Call {
+  const float *query, *row_weights, *sinks;
+  float *out, *best;
+  int n_heads, n_kv_heads, n_rows, n_keys, head_dim;
+  float scaling, softcap;
+  int window, start, stop, n_first, n_context;
+};
+
+// Zeros at the start of a cache line: a vector that lies across two costs twice.
+class Floats {
+ public:
+  Floats() = default;
+  explicit Floats(size_t n) : all_(static_cast<float*>(std::aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64))) {
+    if (!all_) throw std::bad_alloc();
+    std::fill_n(all_.get(), n, 0.0f);
+  }
+  float* get() const { return all_.get(); }
+  float& operator[](size_t i) const { return all_.get()[i]; }
+
+ private:
+  struct Free {
+    void operator()(float* what) const { std::free(what); }
+  };
+  std::unique_ptr<float[], Free> all_;
+};
+
+// Keys of one kv head as [n / lanes][D][lanes] and values as [n][width], both padded with zeros.
+struct Packed {
+  Floats keys, values;
+};
+
+// Logits of `kBlockRows` rows against two vectors of keys.
+inline void logits_block(const float* query, int stride, const float* keys, int head_dim, float* out, int out_stride) {
+  Vec left[kBlockRows] = {}, right[kBlockRows] = {};
+  const float* second = keys + head_dim * kLanes;
+  for (int d = 0; d < head_dim; d++) {
+    const Vec a = load(keys + d * kLanes), b = load(second + d * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kBlockRows; r++) {
+      const float q = query[r * stride + d];
+      left[r] += q * a;
+      right[r] += q * b;
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kBlockRows; r++) {
+    store(out + r * out_stride, left[r]);
+    store(out + r * out_stride + kLanes, right[r]);
+  }
+}
+
+// `kBlockRows` rows of weights times two vectors of the values of some keys, added to out.
+inline void values_block(
+    const float* weights, int stride, const float* values, int width, int start, int stop, float* out) {
+  Vec left[kBlockRows], right[kBlockRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kBlockRows; r++) {
+    left[r] = load(out + r * width);
+    right[r] = load(out + r * width + kLanes);
+  }
+  for (int j = start; j < stop; j++) {
+    const float* value = values + static_cast<size_t>(j) * width;
+    const Vec a = load(value), b = load(value + kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kBlockRows; r++) {
+      const float weight = weights[r * stride + j];
+      left[r] += weight * a;
+      right[r] += weight * b;
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kBlockRows; r++) {
+    store(out + r * width, left[r]);
+    store(out + r * width + kLanes, right[r]);
+  }
+}
+
+class Tile {
+ public:
+  Tile(const Call& call, int padded, int width)
+      : call_(call), padded_(padded), width_(width), query_(kRows * call.head_dim),
+        weights_(static_cast<size_t>(kRows) * padded), sums_(kRows * width) {}
+
+  void run(const Packed& cache, int head, int first, float* best) {
+    const Call& c = call_;
+    const int n = std::min(kRows, c.n_rows - first), position = c.n_keys - c.n_rows + first;
+    const int from = lowest(position) / (2 * kLanes) * (2 * kLanes);  // of the whole tile
+    const int to = position + n;
+    std::fill_n(query_.get(), kRows * c.head_dim, 0.0f);
+    for (int r = 0; r < n; r++) {
+      const float* row = c.query + (static_cast<size_t>(head) * c.n_rows + first + r) * c.head_dim;
+      for (int d = 0; d < c.head_dim; d++) query_[r * c.head_dim + d] = row[d] * c.scaling;
+    }
+    for (int j = from; j < to; j += 2 * kLanes)
+      for (int r = 0; r < n; r += kBlockRows)
+        logits_block(&query_[r * c.head_dim], c.head_dim, &cache.keys[static_cast<size_t>(j) * c.head_dim], c.head_dim,
+                     &weights_[static_cast<size_t>(r) * padded_ + j], padded_);
+    float totals[kRows];
+    for (int r = 0; r < n; r++) totals[r] = softmax(r, position + r, from, to, head);
+    for (int r = n; r < kRows; r++) std::fill_n(&weights_[static_cast<size_t>(r) * padded_ + from], to - from, 0.0f);
+    std::fill_n(sums_.get(), kRows * width_, 0.0f);
+    for (int j = from; j < to; j += kBlock)
+      for (int r = 0; r < n; r += kBlockRows)
+        for (int v = 0; v < width_; v += 2 * kLanes)
+          values_block(&weights_[static_cast<size_t>(r) * padded_], padded_, cache.values.get() + v, width_, j,
+                       std::min(to, j + kBlock), &sums_[r * width_ + v]);
+    for (int r = 0; r < n; r++) {
+      float* row = c.out + (static_cast<size_t>(head) * c.n_rows + first + r) * c.head_dim;
+      for (int d = 0; d < c.head_dim; d++) row[d] = sums_[r * width_ + d] / totals[r];
+      raise(r, first + r, from, position + r + 1, totals[r], best);
+    }
+  }
+
+ private:
+  int lowest(int position) const { return call_.window > 0 ? std::max(0, position - call_.window + 1) : 0; }
+
+  // Logits of a row to unnormalised weights, zero where it does not see; their sum, with the sink.
+  float softmax(int r, int position, int from, int to, int head) {
+    const Call& c = call_;
+    float* row = &weights_[static_cast<size_t>(r) * padded_];
+    if (c.softcap > 0)
+      for (int j = from; j <= position; j++) row[j] = c.softcap * std::tanh(row[j] / c.softcap);
+    const int end = (to + kLanes - 1) / kLanes * kLanes;
+    std::fill(row + from, row + std::max(from, lowest(position)), kNothing);
+    std::fill(row + position + 1, row + end, kNothing);
+    Vec top = all(kNothing);
+    for (int j = from; j < end; j += kLanes) {
+      const Vec x = load(row + j);
+      top = x > top ? x : top;
+    }
+    float most = c.sinks ? c.sinks[head] : kNothing;
+    for (int i = 0; i < kLanes; i++) most = std::max(most, top[i]);
+    Vec sum{};
+    for (int j = from; j < end; j += kLanes) {
+      const Vec weight = exp_of(load(row + j) - most);
+      sum += weight;
+      store(row + j, weight);
+    }
+    return sum_of(sum) + (c.sinks ? std::exp(c.sinks[head] - most) : 0.0f);
+  }
+
+  void raise(int r, int row_index, int from, int seen, float total, float* best) {
+    const Call& c = call_;
+    const float* row = &weights_[static_cast<size_t>(r) * padded_];
+    const int start = std::max(from, c.start), stop = std::min(seen, c.stop);
+    if (c.start != 0 || c.stop != c.n_context) {  // a softmax over fewer entries
+      total = sum_between(row, start, std::max(start, stop)) + sum_between(row, std::max(from, c.n_context), seen);
+      const int first = std::min(c.n_first, c.start);
+      if (from < first) total += sum_between(row, from, first);
+    }
+    const float factor = (c.row_weights ? c.row_weights[row_index] : 1.0f) / std::max(total, 1e-30f);
+    float* to = best - c.start;
+    int j = start;
+    for (; j + kLanes <= stop; j += kLanes) {
+      const Vec x = load(row + j) * factor, before = load(to + j);
+      store(to + j, x > before ? x : before);
+    }
+    for (; j < stop; j++) to[j] = std::max(to[j], row[j] * factor);
+  }
+
+  const Call& call_;
+  int padded_, width_;
+  Floats query_, weights_, sums_;
+};
+
+void pack(const float* keys, const float* values, int n_keys, int head_dim, int width, const Packed& to) {
+  for (int j = 0; j < n_keys; j++) {
+    float* block = &to.keys[static_cast<size_t>(j / kLanes) * head_dim * kLanes + j % kLanes];
+    for (int d = 0; d < head_dim; d++) block[d * kLanes] = keys[static_cast<size_t>(j) * head_dim + d];
+    std::memcpy(&to.values[static_cast<size_t>(j) * width], values + static_cast<size_t>(j) * head_dim,
+                sizeof(float) * head_dim);
+  }
+}
+
+}  // namespace
+
+// query [H][n][D], keys and values [K][m][D] (the last n keys belong to the queries), out [H][n][D], best
+// [H][stop - start]; softcap 0, window 0, row_weights and sinks null: without. Returns 0; 1 if an argument is wrong; 2
+// if there is no memory.
+extern "C" int precis_recording_attention(
+    const float* query, const float* keys, const float* values, float* out, int n_heads, int n_kv_heads, int n_rows,
+    int n_keys, int head_dim, float scaling, float softcap, int window, const float* sinks, float* best, int start, int stop,
+    int n_first, int n_context, const float* row_weights, int n_threads) {
+  const bool fits = n_kv_heads > 0 && n_heads % n_kv_heads == 0 && 0 < n_rows && n_rows <= n_keys && head_dim > 0 &&
+                    0 <= start && start <= stop && stop <= n_context && n_context <= n_keys && n_threads > 0;
+  if (!fits) return 1;
+  const Call call{query, row_weights, sinks, out, best, n_heads, n_kv_heads, n_rows, n_keys, head_dim,
+                  scaling, softcap, window, start, stop, n_first, n_context};
+  const auto rounded = [](int n) { return (n + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); };
+  const int padded = rounded(n_keys), width = rounded(head_dim), span = stop - start;
+  const int group = n_heads / n_kv_heads, tiles = (n_rows + kRows - 1) / kRows;
+  std::vector<Packed> caches;
+  std::vector<Tile> workplaces;
+  std::vector<Floats> maxima;
+  std::vector<std::thread> helpers;
+  try {
+    for (int head = 0; head < n_kv_heads; head++)
+      caches.push_back({Floats(static_cast<size_t>(padded) * head_dim), Floats(static_cast<size_t>(padded) * width)});
+    for (int thread = 0; thread < n_threads; thread++) {
+      workplaces.emplace_back(call, padded, width);
+      maxima.emplace_back(static_cast<size_t>(n_heads) * span);
+    }
+    helpers.reserve(n_threads);
+  } catch (const std::bad_alloc&) {
+    return 2;
+  }
+  std::atomic<int> next_pack{0}, packed{0}, next_tile{0};
+  auto work = [&](int thread) {
+    for (int head; (head = next_pack++) < n_kv_heads; packed++)
+      pack(keys + static_cast<size_t>(head) * n_keys * head_dim, values + static_cast<size_t>(head) * n_keys * head_dim,
+           n_keys, head_dim, width, caches[head]);
+    while (packed < n_kv_heads) std::this_thread::yield();
+    for (int index; (index = next_tile++) < n_heads * tiles;) {
+      const int head = index / tiles, at = tiles - 1 - index % tiles;  // the longest rows first
+      workplaces[thread].run(caches[head / group], head, at * kRows, &maxima[thread][static_cast<size_t>(head) * span]);
+    }
+  };
+  for (int thread = 1; thread < n_threads; thread++) {
+    try {
+      helpers.emplace_back(work, thread);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: fewer do the same work
+    }
+  }
+  work(0);
+  for (auto& helper : helpers) helper.join();
+  for (const auto& found : maxima)
+    for (size_t i = 0; i < static_cast<size_t>(n_heads) * span; i++) best[i] = std::max(best[i], found[i]);
+  return 0;
+}

@@ -1,0 +1,43 @@
+"""Compile the kernels: `python -m precis.native.build`, or when the package is installed. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_LEVELS = {"x86-64-v4": ["-mprefer-vector-width=512"], "x86-64-v3": [], "": []}
+
+
+def build(folder: Path = _FOLDER) -> list[Path]:
+    """The files made: one per instruction level, none without a compiler.
+
+    Raises:
+        RuntimeError: with the compiler's words, if it fails.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if not compiler or platform.system() != "Linux":
+        return []
+    made = []
+    x86 = platform.machine() == "x86_64"
+    for level, options in _LEVELS.items() if x86 else [("", [])]:
+        target = folder / f"_attention-{platform.machine()}-{level or 'plain'}.so"
+        part = target.with_suffix(f".{os.getpid()}.part")
+        march = [f"-march={level}"] if level else []
+        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *march, *options]
+        command = [*compiler.split(), *flags, str(folder / "attention.cpp"), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        part.replace(target)
+        made.append(target)
+    return made
+
+
+if __name__ == "__main__":
+    found = build()
+    sys.stdout.write("".join(f"{path}\n" for path in found) or "no compiler: torch will compute instead\n")

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("document", type=Path)
     parser.add_argument("--model", default=str(folder_of_default(Path("~/.local/share/precis").expanduser())))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--policy", default="kvzip")
+    parser.add_argument("--policy", default="auto")
     parser.add_argument("--keep-ratio", type=float, default=None)
     parser.add_argument("--codec", default=None)
     arguments = parser.parse_args()

@@ -116,11 +116,24 @@ class Overlay:
         keys = torch.cat([self.prefill.keys[layer], key], 1)
         values = torch.cat([self.prefill.values[layer], value], 1)
         maxima = self.maxima(layer) if self.maxima else None
-        scaling, softcap, window = g.scaling[layer], g.softcap[layer], g.windows[layer]
-        if maxima is None:
-            return causal_attention(query, keys, values, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
-        record = native.recording_attention if native.usable(query) else recording_attention
-        return record(query, keys, values, maxima, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
+        return overlay_attention(g, layer, query, keys, values, maxima, sinks)
+
+
+def overlay_attention(
+    geometry: Geometry,
+    layer: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    maxima: Maxima | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention [H, n, D] of new tokens over a cache and themselves, recorded if asked to, by the best backend."""
+    scaling, softcap, window = geometry.scaling[layer], geometry.softcap[layer], geometry.windows[layer]
+    if maxima is None:
+        return causal_attention(query, keys, values, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
+    record = native.recording_attention if native.usable(query) else recording_attention
+    return record(query, keys, values, maxima, scaling=scaling, softcap=softcap, window=window, sinks=sinks)
 
 
 def forward_tokens(model: Model, token_ids: Tensor, start: int, store: DenseCache | Overlay) -> Tensor:

@@ -35,24 +35,38 @@ def find(client: redis.Redis, data_dir: Path, weights: str, geometry: Geometry) 
 
     What is found is published, so that all workers of a model use the same. What cannot be used is said and skipped.
     """
-    own, key = file_of(data_dir, weights), keys.artifact(weights, HEADS)
+    key = keys.artifact(weights, HEADS)
     shared: bytes | None = client.get(key)  # type: ignore[assignment]
-    packaged = [path.read_bytes() for path in sorted(_PACKAGED.glob("*.safetensors"))]
-    sources: list[tuple[str, list[bytes]]] = [
-        (str(own), [own.read_bytes()] if own.exists() else []),
-        ("redis", [] if shared is None else [shared]),
-        ("package", packaged),
-    ]
-    for where, found in sources:
-        for data in found:
-            try:
-                artifact = artifacts.read(data)
-                artifact.check(weights, geometry)
-            except ArtifactUnusable as error:
-                if where != "package":  # the package's are for other models than this one, as a rule
-                    structlog.get_logger("worker").warning("artifact_unusable", where=where, why=error.detail)
-                continue
-            if where != "redis":
-                client.set(key, data)
+    found = own(data_dir, weights, geometry)
+    if found is None and shared is not None:
+        found = _usable("redis", shared, weights, geometry)
+    found = found or packaged(weights, geometry)
+    if found is not None:
+        client.set(key, found.to_bytes())
+    return found
+
+
+def own(data_dir: Path, weights: str, geometry: Geometry) -> Artifact | None:
+    """What `precis calibrate` measured on this machine."""
+    path = file_of(data_dir, weights)
+    return _usable(str(path), path.read_bytes(), weights, geometry) if path.exists() else None
+
+
+def packaged(weights: str, geometry: Geometry) -> Artifact | None:
+    """What comes with the package, for the default model."""
+    for path in sorted(_PACKAGED.glob("*.safetensors")):
+        artifact = artifacts.read(path.read_bytes())
+        if weights in artifact.weights:
+            artifact.check(weights, geometry)
             return artifact
     return None
+
+
+def _usable(where: str, data: bytes, weights: str, geometry: Geometry) -> Artifact | None:
+    try:
+        artifact = artifacts.read(data)
+        artifact.check(weights, geometry)
+    except ArtifactUnusable as error:
+        structlog.get_logger("worker").warning("artifact_unusable", where=where, why=error.detail)
+        return None
+    return artifact

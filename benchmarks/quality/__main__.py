@@ -36,6 +36,7 @@ from precis.selection import score
 from precis.text import ContextPart
 from precis.wire.messages import Message
 from precis.wire.presets import Compression
+from workers.artifacts import packaged
 from workers.models import Served, folder_of_default, pick_device, pick_dtype, serve
 
 _CONTINUED = 96
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every document."""
     device = pick_device("auto")
     served = serve("quality", arguments.model, device, pick_dtype("auto", device))
+    served = served.with_artifact(packaged(served.weights, served.model.geometry))
     names = [name for name in arguments.names.split(",") if name]
     texts = from_folder(arguments.documents, names, arguments.questions) if arguments.documents else []
     if arguments.ruler:

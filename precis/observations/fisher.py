@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precis.attention.dense import Maxima, attention_weights, causal_attention, raise_maxima
+from precis.attention.dense import Maxima, attention_weights
 from precis.core import Geometry, Prefill
 from precis.families import Model
+from precis.full_cache import overlay_attention
 from precis.observations import Afterwards, Reading
 from precis.observations.repeat import CHUNK, SINKS, repetitions
 
@@ -108,10 +109,12 @@ class _GradientStore:
             torch.cat([self.full.values[layer], values[:, :n_tail]], 1),
         )
 
-    def note_attention(self, layer: int, weights: Tensor) -> None:
-        """Take weights [K, G, r, m] of some rows; they are changed."""
-        best = self.found[layer, : self.full.geometry.n_heads, self.chunk[0] : self.chunk[1]]
-        raise_maxima(Maxima(self.chunk, SINKS, self.full.n_tokens, best), weights, None)
+    def maxima(self, layer: int) -> Maxima | None:
+        """What to record of the attention in this layer; None where it does not evict."""
+        g, n_tokens = self.full.geometry, self.full.n_tokens
+        if not g.evicts(layer, n_tokens):
+            return None
+        return Maxima(self.chunk, SINKS, n_tokens, self.found[layer, : g.n_heads, self.chunk[0] : self.chunk[1]])
 
     def note_gradient(self, layer: int, of_values: Tensor) -> None:
         """Take the gradient [K, T, D] of one forward with respect to the cached values."""
@@ -135,15 +138,7 @@ class _Attention(torch.autograd.Function):
         g = store.full.geometry
         n_tail = store.tail[layer][0].shape[1]
         keys, values = store.whole(layer, n_tail)
-        out = causal_attention(
-            query,
-            keys,
-            values,
-            scaling=g.scaling[layer],
-            softcap=g.softcap[layer],
-            window=g.windows[layer],
-            sinks=sinks,
-        )
+        out = overlay_attention(g, layer, query, keys, values, store.maxima(layer), sinks)
         ctx.save_for_backward(query, out)
         ctx.store, ctx.layer, ctx.n_tail, ctx.sinks = store, layer, n_tail, sinks
         return out
@@ -159,7 +154,6 @@ class _Attention(torch.autograd.Function):
         positions = torch.arange(m, device=keys.device)
         of_query = torch.zeros_like(query, dtype=torch.float32)
         of_keys, of_values = torch.zeros_like(keys[:, -n:]), torch.zeros_like(values)
-        notes = g.evicts(layer, n_tokens)
         for start in range(0, n, size):
             stop = min(n, start + size)
             rows = query[:, start:stop]
@@ -184,9 +178,7 @@ class _Attention(torch.autograd.Function):
                 of_logits.mul_(1 - torch.tanh(logits).square())
             of_query[:, start:stop] = (of_logits @ keys).mul_(g.scaling[layer]).view(rows.shape)
             of_keys += (of_logits[..., -n:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
-            if notes:
-                store.note_attention(layer, weights)
-        if notes:
+        if g.evicts(layer, n_tokens):
             store.note_gradient(layer, of_values[:, :n_tokens])
         dtype = query.dtype
         return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None, None

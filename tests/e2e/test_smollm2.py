@@ -60,10 +60,10 @@ class Up:
         self.process = None
         return code
 
-    def worker_pid(self) -> int:
-        """Of the one worker."""
-        pid: int = httpx.get(f"{self.url}/v1/workers").json()["data"][0]["pid"]
-        return pid
+    def worker_pid(self) -> int | None:
+        """Of the one worker; None while there is none."""
+        found = httpx.get(f"{self.url}/v1/workers").json()["data"]
+        return int(found[0]["pid"]) if found else None
 
 
 def clean_environment() -> dict[str, str]:
@@ -90,7 +90,7 @@ def context(up: Up) -> dict[str, Any]:
     return found
 
 
-QUESTION, FACT = "Near which city did the ship called Cedar sink?", "Cairo"
+QUESTION, FACT = "How many grams of saffron does the recipe of Oscar Tanaka need?", "16 grams"
 
 
 def ask(up: Up, context: dict[str, Any], question: str = QUESTION, **more: Any) -> httpx.Response:
@@ -99,7 +99,7 @@ def ask(up: Up, context: dict[str, Any], question: str = QUESTION, **more: Any) 
 
 
 def test_the_default_snapshot_is_small_and_close(context: dict[str, Any]) -> None:
-    assert context["policy"] == {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
+    assert context["policy"] == {"policy": "kvzip-fisher", "keep_ratio": 0.25, "codec": "int4"}
     assert context["storage"]["ratio"] > 13
     assert context["fidelity"]["kl"] < 0.2
     assert context["fidelity"]["top1_agreement"] > 0.85
@@ -110,8 +110,9 @@ def test_a_restarted_worker_answers_with_the_right_fact_from_the_store(up: Up, c
     first = ask(up, context)
     assert FACT in first.json()["text"]
     pid = up.worker_pid()
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: up.worker_pid() != pid, 90)
+    wait_for(lambda: up.worker_pid() not in (None, pid), 90)
     again = ask(up, context)
     assert again.headers["x-cache"] == "hit; store"
     assert again.json()["text"] == first.json()["text"]
@@ -137,8 +138,9 @@ def test_streamed_and_unstreamed_answers_agree(up: Up, context: dict[str, Any]) 
     assert len(pieces) > 5
 
 
-def test_a_view_still_finds_the_fact(up: Up, context: dict[str, Any]) -> None:
-    assert FACT in ask(up, context, view={"budget": 256}).json()["text"]
+@pytest.mark.parametrize("kind", ["quest", "cluster"])
+def test_a_view_still_finds_the_fact(up: Up, context: dict[str, Any], kind: str) -> None:
+    assert FACT in ask(up, context, view={"kind": kind, "budget": 256}).json()["text"]
 
 
 def test_the_openai_sdk_gets_the_fact(up: Up, context: dict[str, Any]) -> None:
@@ -193,6 +195,7 @@ def test_a_taken_port_is_said_in_plain_words(up: Up, tmp_path: Path) -> None:
 def test_a_killed_supervisor_leaves_no_process_behind_and_the_data_stay(up: Up, context: dict[str, Any]) -> None:
     before = ask(up, context).json()["text"]
     pid = up.worker_pid()
+    assert pid is not None
     up.stop(signal.SIGKILL)
     if sys.platform == "linux":
         wait_for(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid), 40)

@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from precis.errors import InternalError, UnsupportedModel
+from precis.families import weight_digest
 from precis.full_cache import Document
 from precis.pipeline import answer, compress
 from precis.sampling import Sampler
 from precis.wire.presets import resolve
 from tests.precis.build import attached
-from workers import models
+from workers import artifacts, models
 from workers.gguf import convert
 from workers.models import Served
 
@@ -60,6 +61,14 @@ def test_the_card_describes_the_default_model(served: Served) -> None:
     assert card.raw_bytes_per_token == 23040
     assert set(card.eos_ids) >= {0, 2}
     assert served.model.digest == card.digest
+
+
+def test_the_default_models_tables_come_with_the_package(served: Served, folder: Path) -> None:
+    found = artifacts.packaged(served.weights, served.model.geometry)
+    assert found is not None
+    assert served.with_artifact(found).card.artifacts == {"heads": found.fingerprint}
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert weight_digest(half) in found.weights
 
 
 def test_a_model_that_computes_something_else_is_not_served() -> None:

@@ -15,6 +15,7 @@ from precis.observations import Observation, Reading
 CHUNK = 512
 
 
+@torch.inference_mode(False)  # some observations differentiate, whatever the caller has switched off
 @torch.no_grad()
 def prefill(
     model: Model,

@@ -329,3 +329,11 @@ def test_kvzip_plus_is_kvzip_where_norms_are_equal(full: Prefill) -> None:
         observed={RepeatAttention(): attention, RepeatAttention(per_residual=True): attention, OutputNorms(2): ones},
     )
     assert torch.equal(KVzip().score(repeated), KVzip(plus=True).score(repeated))
+
+
+def test_a_caller_in_inference_mode_gets_the_same_gradients(model: Model) -> None:
+    needs = [RepeatGradients()]
+    (expected,) = prefill(model, Rotary(model, 512), document(tokens(60)), needs).observed.values()
+    with torch.inference_mode():
+        (found,) = prefill(model, Rotary(model, 512), document(tokens(60)), needs).observed.values()
+    assert torch.equal(found, expected)

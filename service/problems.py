@@ -37,6 +37,7 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.NoWorker: 503,
     errors.ShuttingDown: 503,
     errors.ArtifactMissing: 422,
+    errors.ArtifactUnusable: 500,
     errors.SnapshotError: 500,
     errors.SnapshotMissing: 410,
     errors.SnapshotCorrupt: 500,

@@ -30,7 +30,8 @@ def test_your_own_questions_are_asked_of_the_full_cache_and_of_compressed_ones(s
     lines = [line for line in ran.output.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].split()[0] for line in lines] == ["full", "snapkv", "snapkv", "kvzip", "kvzip"]
     full = [cell.strip() for cell in lines[0].split("│")[1:-1]]
-    assert (full[2], full[5], full[6]) == ("1.000", "1.00", "0.000")
+    assert (full[2], full[5]) == ("1.000", "1.00")
+    assert float(full[6]) <= 0.002  # bfloat16 adds up differently over a snapshot than over a dense cache
     half = [cell.strip() for cell in lines[1].split("│")[1:-1]]
     assert 0.45 < float(half[2]) < 0.55
     assert float(half[1]) < float(full[1]) / 2

@@ -71,6 +71,7 @@ def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.delenv("PRECIS_TEST_SERVER", raising=False)  # of the tests, not a setting
     monkeypatch.setenv("PRECIS_MODEL", str(tiny_folder))
     monkeypatch.setenv("PRECIS_DATA_DIR", str(tmp_path))
     wanted = {

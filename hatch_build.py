@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         """Compile, and mark the wheel as one for this kind of machine."""
         script = Path(self.root) / "precis" / "native" / "build.py"
         try:
-            made = runpy.run_path(str(script))["build"](script.parent)
+            made = runpy.run_path(str(script))["build"](script.parent, os.environ.get("CXX"))
         except RuntimeError as error:
             self.app.display_warning(f"the kernels could not be compiled, torch will compute instead:\n{error}")
             return

@@ -18,6 +18,7 @@ from precis.wire import keys
 
 _PART_BYTES = 512 << 20
 _STAGING_S = 600
+_ATTEMPTS = 3  # a full store evicts by a sample of ages, and can take what is just being written
 _FULL = "the snapshot store is full: delete contexts, or give it more memory"
 
 
@@ -40,6 +41,13 @@ class SnapshotStore:
         Raises:
             StoreFull: if the store has no room; nothing is published then.
         """
+        for _ in range(_ATTEMPTS):
+            if self._publish(context_id, packed, expire_at):
+                return
+        raise StoreFull(_FULL)
+
+    def _publish(self, context_id: str, packed: Packed, expire_at: float | None) -> bool:
+        """Write and publish; False if the store evicted a part meanwhile."""
         token = uuid.uuid4().hex
         parts = split_layers([len(blob) for blob in packed.blobs], self._part_bytes)
         staged = [keys.staging(context_id, token, part) for part in range(len(parts))]
@@ -47,8 +55,8 @@ class SnapshotStore:
             n_fields = [self._write(key, packed, layers) for key, layers in zip(staged, parts, strict=True)]
             self._redis.hset(staged[0], mapping={"m": packed.manifest, "parts": len(parts)})
             n_fields[0] += 1
-            if [self._redis.hlen(key) for key in staged] != n_fields:  # a full store evicts what is being written, too
-                raise StoreFull(_FULL)
+            if [self._redis.hlen(key) for key in staged] != n_fields:
+                return False
             with self._redis.pipeline(transaction=True) as pipe:
                 for part, key in reversed(list(enumerate(staged))):
                     target = keys.snapshot(context_id, part)
@@ -58,8 +66,13 @@ class SnapshotStore:
                     else:
                         pipe.persist(target)
                 pipe.execute()
+            return True
         except redis.OutOfMemoryError as error:
             raise StoreFull(_FULL) from error
+        except redis.ResponseError as error:
+            if "no such key" not in str(error):
+                raise
+            return False  # evicted after it was counted
         finally:
             self._redis.unlink(*staged)
 

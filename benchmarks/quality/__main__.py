@@ -59,6 +59,7 @@ def main() -> None:
     run_parser.add_argument("--formats", default="prefix,plain")
     run_parser.add_argument("--forced", action="store_true", help="only teacher-forced answers: faster, and no F1")
     run_parser.add_argument("--model", default=str(folder_of_default(Path("~/.local/share/precis").expanduser())))
+    run_parser.add_argument("--dtype", default="float32", help="of the model; auto is what a worker takes here")
     run_parser.add_argument("--out", type=Path, required=True)
     report_parser = commands.add_parser("report")
     report_parser.add_argument("files", type=Path, nargs="+")
@@ -74,7 +75,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure every document."""
     device = pick_device("auto")
-    served = serve("quality", arguments.model, device, pick_dtype("auto", device))
+    served = serve("quality", arguments.model, device, pick_dtype(arguments.dtype, device))
     served = served.with_artifact(packaged(served.weights, served.model.geometry))
     names = [name for name in arguments.names.split(",") if name]
     texts = from_folder(arguments.documents, names, arguments.questions) if arguments.documents else []

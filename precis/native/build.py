@@ -13,13 +13,13 @@ _FOLDER = Path(__file__).parent
 _LEVELS = {"x86-64-v4": ["-mprefer-vector-width=512"], "x86-64-v3": [], "": []}
 
 
-def build(folder: Path = _FOLDER) -> list[Path]:
-    """The files made: one per instruction level, none without a compiler.
+def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
+    """The files made: one per instruction level, none without a compiler; by default one that is on the PATH.
 
     Raises:
         RuntimeError: with the compiler's words, if it fails.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    compiler = compiler or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if not compiler or platform.system() != "Linux":
         return []
     made = []

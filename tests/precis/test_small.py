@@ -130,8 +130,8 @@ def test_bounds_and_probes_are_part_of_what_a_snapshot_is() -> None:
     assert resolve(max_bytes=5000).estimated_bytes(1_000_000) == 5000
 
 
-def test_defaults_are_kvzip_at_a_quarter_in_int4() -> None:
-    assert resolve(None, None, None) == Compression("kvzip", 0.25, "int4")
+def test_defaults_are_kvzip_fisher_at_a_quarter_in_int4() -> None:
+    assert resolve(None, None, None) == Compression("kvzip-fisher", 0.25, "int4")
     assert resolve("auto") == resolve()
     assert resolve("full", None, None).keep_ratio == 1.0
 

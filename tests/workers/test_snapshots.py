@@ -101,6 +101,42 @@ def test_eviction_takes_whole_snapshots_only() -> None:
         assert 0 < whole < 20
 
 
+def test_what_is_evicted_while_it_is_written_is_written_again(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, taken = SnapshotStore(client, CHUNK), list[Any]()
+    write, count = SnapshotStore._write, client.hlen
+
+    def evicted_after(n_times: int) -> None:
+        def written(self: SnapshotStore, key: str, made: Packed, layers: range) -> int:
+            n_fields = write(self, key, made, layers)
+            if len(taken) < n_times:
+                taken.append(client.unlink(key))
+            return n_fields
+
+        monkeypatch.setattr(SnapshotStore, "_write", written)
+
+    evicted_after(2)
+    store.put("c", packed(), None)
+    assert len(taken) == 2
+    assert read(store, "c", packed()) == packed()
+    taken.clear()
+    evicted_after(99)
+    with pytest.raises(StoreFull):
+        store.put("d", packed(), None)
+    assert not client.exists(keys.snapshot("d"))
+    monkeypatch.undo()
+
+    def counted_then_evicted(key: str) -> int:
+        found = count(key)
+        if not taken:
+            taken.append(client.unlink(key))
+        return int(found)
+
+    taken.clear()
+    monkeypatch.setattr(client, "hlen", counted_then_evicted)
+    store.put("e", packed(), None)
+    assert read(store, "e", packed()) == packed()
+
+
 def test_a_full_store_publishes_nothing_and_says_so() -> None:
     with running_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         client = server.client()

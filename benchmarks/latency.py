@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.model import located
 from precis.families import Model
 from precis.pipeline import Compressed, answer, compress, document_of, load
 from precis.sampling import Sampler
 from precis.text import ContextPart
 from precis.wire.messages import Message
 from precis.wire.presets import resolve
-from workers.models import Served, folder_of_default, pick_device, pick_dtype, serve
+from workers.models import Served, pick_device, pick_dtype, serve
 
 QUESTION = "What is this text about?"
 N_DECODED = 16
@@ -68,18 +69,18 @@ def main() -> None:
     """Measure and print one JSON object."""
     parser = argparse.ArgumentParser()
     parser.add_argument("document", type=Path)
-    parser.add_argument("--model", default=str(folder_of_default(Path("~/.local/share/precis").expanduser())))
+    parser.add_argument("--model", default="", help="a folder; by default the embedded model")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--keep-ratio", type=float, default=None)
     parser.add_argument("--codec", default=None)
+    parser.add_argument("--dtype", default="float32", help="of both; auto is what a worker takes here")
     arguments = parser.parse_args()
     device = pick_device("auto")
-    dtype = pick_dtype("auto", device)
-    served = serve("benchmark", arguments.model, device, dtype)
-    hf = (
-        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-    )
+    dtype = pick_dtype(arguments.dtype, device)
+    folder = located(arguments.model)
+    served = serve("benchmark", folder, device, dtype)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
     part = served.prompter.context_part([Message("user", arguments.document.read_text())])
     query = served.prompter.query_part(part.roles, [Message("user", QUESTION)])
     how = resolve(arguments.policy, arguments.keep_ratio, arguments.codec)

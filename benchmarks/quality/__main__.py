@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.model import located
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Question, Text, from_folder
 from benchmarks.quality.report import report
@@ -37,7 +38,7 @@ from precis.text import ContextPart
 from precis.wire.messages import Message
 from precis.wire.presets import Compression
 from workers.artifacts import packaged
-from workers.models import Served, folder_of_default, pick_device, pick_dtype, serve
+from workers.models import Served, pick_device, pick_dtype, serve
 
 _CONTINUED = 96
 
@@ -58,7 +59,7 @@ def main() -> None:
     run_parser.add_argument("--codec", default="", help="raw16, int8, int4; by default none: eviction alone")
     run_parser.add_argument("--formats", default="prefix,plain")
     run_parser.add_argument("--forced", action="store_true", help="only teacher-forced answers: faster, and no F1")
-    run_parser.add_argument("--model", default=str(folder_of_default(Path("~/.local/share/precis").expanduser())))
+    run_parser.add_argument("--model", default="", help="a folder; by default the embedded model")
     run_parser.add_argument("--dtype", default="float32", help="of the model; auto is what a worker takes here")
     run_parser.add_argument("--out", type=Path, required=True)
     report_parser = commands.add_parser("report")
@@ -75,7 +76,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure every document."""
     device = pick_device("auto")
-    served = serve("quality", arguments.model, device, pick_dtype(arguments.dtype, device))
+    served = serve("quality", located(arguments.model), device, pick_dtype(arguments.dtype, device))
     served = served.with_artifact(packaged(served.weights, served.model.geometry))
     names = [name for name in arguments.names.split(",") if name]
     texts = from_folder(arguments.documents, names, arguments.questions) if arguments.documents else []

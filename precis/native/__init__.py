@@ -21,10 +21,17 @@ def library() -> ctypes.CDLL | None:
     for level in levels:
         path = file_of(level)
         if path.exists():
-            return ctypes.CDLL(str(path))
+            return opened(path)
     return None
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """A compiled file with the types of its functions that need some."""
+    found = ctypes.CDLL(str(path))
+    found.precis_rans_encode.restype = ctypes.c_int64
+    return found
 
 
 def file_of(level: str) -> Path:
     """The compiled file of an instruction level."""
-    return FOLDER / f"_attention-{platform.machine()}-{level or 'plain'}.so"
+    return FOLDER / f"_precis-{platform.machine()}-{level or 'plain'}.so"

@@ -25,11 +25,11 @@ def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
     made = []
     x86 = platform.machine() == "x86_64"
     for level, options in _LEVELS.items() if x86 else [("", [])]:
-        target = folder / f"_attention-{platform.machine()}-{level or 'plain'}.so"
+        target = folder / f"_precis-{platform.machine()}-{level or 'plain'}.so"
         part = target.with_suffix(f".{os.getpid()}.part")
         march = [f"-march={level}"] if level else []
         flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *march, *options]
-        command = [*compiler.split(), *flags, str(folder / "attention.cpp"), "-o", str(part)]
+        command = [*compiler.split(), *flags, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

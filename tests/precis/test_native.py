@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ FILES = [native.file_of(level) for level in _HAS if native.file_of(level).exists
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One compiled file in use."""
-    found = ctypes.CDLL(str(request.param))
+    found = native.opened(Path(request.param))
     monkeypatch.setattr("precis.attention.native.library", lambda: found)
     return Path(request.param)
 
@@ -38,8 +37,8 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
 def test_it_was_compiled_where_there_is_a_compiler(tmp_path: Path) -> None:
     assert FILES
     assert native.library() is not None
-    source = Path(native.__file__).parent / "attention.cpp"
-    (tmp_path / "attention.cpp").write_text(source.read_text())
+    for source in Path(native.__file__).parent.glob("*.cpp"):
+        (tmp_path / source.name).write_text(source.read_text())
     made = build(tmp_path)
     assert {path.name for path in made} >= {path.name for path in FILES}
     (tmp_path / "attention.cpp").write_text("this is no C++")

@@ -50,7 +50,8 @@ def encode(symbols: Bytes, contexts: Bytes, tables: NDArray[np.uint16]) -> bytes
     Raises:
         ValueError: if a table does not fit, or has no room for a symbol.
     """
-    symbols, contexts, tables = (np.ascontiguousarray(part) for part in (symbols, contexts, tables))
+    symbols, contexts = np.ascontiguousarray(symbols), np.ascontiguousarray(contexts)
+    tables = np.ascontiguousarray(tables)
     _check(symbols, contexts, tables)
     if library() is None:
         return _encode(symbols, contexts, tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,8 @@ def test_a_symbol_without_a_frequency_is_refused(way: ctypes.CDLL | None) -> Non
 def test_what_does_not_fit_together_is_refused(way: ctypes.CDLL | None) -> None:
     symbols, contexts = drawn(100)
     tables = frequencies(counted(symbols, contexts, 5))
-    for wrong in (tables[:3], tables // 2, tables.astype(np.int64), tables[:, :100]):
+    wrongs: list[Any] = [tables[:3], tables // 2, tables.astype(np.int64), tables[:, :100]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="fit"):
             encode(symbols, contexts, wrong)
         with pytest.raises(ValueError, match="fit"):

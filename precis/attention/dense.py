@@ -23,6 +23,7 @@ class Maxima:
         n_context: entries of the cache; later ones are new tokens.
         best: [H, stop - start] float32, raised in place to the largest attention of any row.
         row_weights: [n] float32, factor on each row's attention, or None.
+        squares: [H, stop - start] float32, to which every row's squared attention is added in place, or None.
     """
 
     chunk: tuple[int, int]
@@ -30,6 +31,7 @@ class Maxima:
     n_context: int
     best: Tensor
     row_weights: Tensor | None = None
+    squares: Tensor | None = None
 
 
 def causal_attention(
@@ -145,6 +147,8 @@ def raise_maxima(maxima: Maxima, weights: Tensor, row_weights: Tensor | None) ->
     if row_weights is not None:
         inside.mul_(row_weights[:, None])
     torch.maximum(maxima.best, inside.amax(2).flatten(0, 1), out=maxima.best)
+    if maxima.squares is not None:
+        maxima.squares.add_(inside.square_().sum(2).flatten(0, 1))
 
 
 def attention_weights(  # noqa: PLR0913 — what a softmax over a cache depends on

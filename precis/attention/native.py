@@ -35,6 +35,7 @@ def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depend
     n_kv_heads, m, _ = key.shape
     rows, keys, values = (part.float().contiguous() for part in (query, key, value))
     out, best = torch.empty_like(rows), maxima.best.float().contiguous()
+    squares = None if maxima.squares is None else maxima.squares.float().contiguous()
     weights = None if maxima.row_weights is None else maxima.row_weights.float().contiguous()
     logits = None if sinks is None else sinks.float().contiguous()
     function = library().precis_recording_attention  # type: ignore[union-attr]
@@ -48,6 +49,7 @@ def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depend
         _POINTER(best.data_ptr()),
         *map(_INT, (*maxima.chunk, maxima.n_first, maxima.n_context)),
         _POINTER(None if weights is None else weights.data_ptr()),
+        _POINTER(None if squares is None else squares.data_ptr()),
         _INT(torch.get_num_threads()),
     )
     if failed == _NO_MEMORY:
@@ -57,4 +59,6 @@ def recording_attention(  # noqa: PLR0913 — what a softmax over a cache depend
             f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and {maxima.chunk} do not fit together"
         )
     maxima.best.copy_(best)
+    if maxima.squares is not None and squares is not None:
+        maxima.squares.copy_(squares)
     return out.to(query.dtype)

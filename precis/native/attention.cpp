@@ -1,4 +1,5 @@
-// Attention of new tokens over a dense cache, and the largest weight that any of them paid to each entry of a span.
+// Attention of new tokens over a dense cache, and the largest weight that any of them paid to each entry of a span, and
+// the sum of the squares of all.
 //
 // One pass: a tile of rows of one query head against all keys it sees. Logits stay in the tile (tens of kilobytes per
 // row block), are exponentiated there, multiplied with the values, and reduced to column maxima, so that no weight ever
@@ -163,7 +164,7 @@ class Tile {
       : call_(call), padded_(padded), width_(width), query_(kRows * call.head_dim),
         weights_(static_cast<size_t>(kRows) * padded), sums_(kRows * width) {}
 
-  void run(const Packed& cache, int head, int first, float* best) {
+  void run(const Packed& cache, int head, int first, float* best, float* squares) {
     const Call& c = call_;
     const int n = std::min(kRows, c.n_rows - first), position = c.n_keys - c.n_rows + first;
     const int from = lowest(position) / (2 * kLanes) * (2 * kLanes);  // of the whole tile
@@ -189,7 +190,7 @@ class Tile {
     for (int r = 0; r < n; r++) {
       float* row = c.out + (static_cast<size_t>(head) * c.n_rows + first + r) * c.head_dim;
       for (int d = 0; d < c.head_dim; d++) row[d] = sums_[r * width_ + d] / totals[r];
-      raise(r, first + r, from, position + r + 1, totals[r], best);
+      raise(r, first + r, from, position + r + 1, totals[r], best, squares);
     }
   }
 
@@ -221,7 +222,7 @@ class Tile {
     return sum_of(sum) + (c.sinks ? std::exp(c.sinks[head] - most) : 0.0f);
   }
 
-  void raise(int r, int row_index, int from, int seen, float total, float* best) {
+  void raise(int r, int row_index, int from, int seen, float total, float* best, float* squares) {
     const Call& c = call_;
     const float* row = &weights_[static_cast<size_t>(r) * padded_];
     const int start = std::max(from, c.start), stop = std::min(seen, c.stop);
@@ -238,6 +239,13 @@ class Tile {
       store(to + j, x > before ? x : before);
     }
     for (; j < stop; j++) to[j] = std::max(to[j], row[j] * factor);
+    if (!squares) return;
+    float* sums = squares - c.start;
+    for (j = start; j + kLanes <= stop; j += kLanes) {
+      const Vec x = load(row + j) * factor;
+      store(sums + j, load(sums + j) + x * x);
+    }
+    for (; j < stop; j++) sums[j] += row[j] * factor * row[j] * factor;
   }
 
   const Call& call_;
@@ -257,12 +265,12 @@ void pack(const float* keys, const float* values, int n_keys, int head_dim, int 
 }  // namespace
 
 // query [H][n][D], keys and values [K][m][D] (the last n keys belong to the queries), out [H][n][D], best
-// [H][stop - start]; softcap 0, window 0, row_weights and sinks null: without. Returns 0; 1 if an argument is wrong; 2
-// if there is no memory.
+// and squares [H][stop - start]; softcap 0, window 0, row_weights, sinks and squares null: without. Returns 0; 1 if an
+// argument is wrong; 2 if there is no memory.
 extern "C" int precis_recording_attention(
     const float* query, const float* keys, const float* values, float* out, int n_heads, int n_kv_heads, int n_rows,
     int n_keys, int head_dim, float scaling, float softcap, int window, const float* sinks, float* best, int start, int stop,
-    int n_first, int n_context, const float* row_weights, int n_threads) {
+    int n_first, int n_context, const float* row_weights, float* squares, int n_threads) {
   const bool fits = n_kv_heads > 0 && n_heads % n_kv_heads == 0 && 0 < n_rows && n_rows <= n_keys && head_dim > 0 &&
                     0 <= start && start <= stop && stop <= n_context && n_context <= n_keys && n_threads > 0;
   if (!fits) return 1;
@@ -273,7 +281,7 @@ extern "C" int precis_recording_attention(
   const int group = n_heads / n_kv_heads, tiles = (n_rows + kRows - 1) / kRows;
   std::vector<Packed> caches;
   std::vector<Tile> workplaces;
-  std::vector<Floats> maxima;
+  std::vector<Floats> maxima, sums;
   std::vector<std::thread> helpers;
   try {
     for (int head = 0; head < n_kv_heads; head++)
@@ -281,6 +289,7 @@ extern "C" int precis_recording_attention(
     for (int thread = 0; thread < n_threads; thread++) {
       workplaces.emplace_back(call, padded, width);
       maxima.emplace_back(static_cast<size_t>(n_heads) * span);
+      if (squares) sums.emplace_back(static_cast<size_t>(n_heads) * span);
     }
     helpers.reserve(n_threads);
   } catch (const std::bad_alloc&) {
@@ -294,7 +303,9 @@ extern "C" int precis_recording_attention(
     while (packed < n_kv_heads) std::this_thread::yield();
     for (int index; (index = next_tile++) < n_heads * tiles;) {
       const int head = index / tiles, at = tiles - 1 - index % tiles;  // the longest rows first
-      workplaces[thread].run(caches[head / group], head, at * kRows, &maxima[thread][static_cast<size_t>(head) * span]);
+      const size_t row = static_cast<size_t>(head) * span;
+      workplaces[thread].run(
+          caches[head / group], head, at * kRows, &maxima[thread][row], squares ? &sums[thread][row] : nullptr);
     }
   };
   for (int thread = 1; thread < n_threads; thread++) {
@@ -308,5 +319,7 @@ extern "C" int precis_recording_attention(
   for (auto& helper : helpers) helper.join();
   for (const auto& found : maxima)
     for (size_t i = 0; i < static_cast<size_t>(n_heads) * span; i++) best[i] = std::max(best[i], found[i]);
+  for (const auto& found : sums)
+    for (size_t i = 0; i < static_cast<size_t>(n_heads) * span; i++) squares[i] += found[i];
   return 0;
 }

@@ -28,11 +28,12 @@ _LOGITS = 1 << 21  # attention weights per block of the backward pass
 
 @dataclass(frozen=True, slots=True)
 class RepeatGradients:
-    """Attention maxima and value Fisher information of a repetition: [L, H + K, T] float32.
+    """Attention and value Fisher information of a repetition: [L, H + 2 K, T] float32.
 
-    The first H rows are those of `RepeatAttention`, the last K rows the mean squared gradient of sampled
-    log-probabilities with respect to each value. 0 outside of the document's body, and in layers that do not evict.
-    Costs a forward and a backward over the repeated document, without gradients of weights.
+    The first H rows are the maxima of `RepeatAttention`, the next K rows the mean squared gradient of sampled
+    log-probabilities with respect to each value, the last K rows the squares of `RepeatAttention`. 0 outside of the
+    document's body, and in layers that do not evict. Costs a forward and a backward over the repeated document,
+    without gradients of weights.
 
     Attributes:
         seed: of the sampling.
@@ -53,7 +54,7 @@ class _Observer(Afterwards):
 
     def finish(self, reading: Reading) -> Tensor:
         full, g = reading.full, reading.full.geometry
-        found = torch.zeros(g.n_layers, g.n_heads + g.n_kv_heads, full.n_tokens, device=full.keys.device)
+        found = torch.zeros(g.n_layers, 2 * g.n_heads + g.n_kv_heads, full.n_tokens, device=full.keys.device)
         generator = torch.Generator(full.keys.device).manual_seed(self.what.seed)
         start, stop = reading.document.body
         n_rows = 0
@@ -65,10 +66,11 @@ class _Observer(Afterwards):
                 store.run(reading.model, part, offset, generator)
                 n_rows += part.shape[0]
         reading.between("score", stop - start, stop - start)
-        found[:, g.n_heads :, :start] = 0
-        found[:, g.n_heads :, stop:] = 0
-        found[:, g.n_heads :] /= max(1, n_rows)
-        return found
+        maxima, information, squares = found.split([g.n_heads, g.n_kv_heads, g.n_heads], 1)
+        information[..., :start] = 0
+        information[..., stop:] = 0
+        information /= max(1, n_rows)
+        return torch.cat([maxima, information, g.grouped(squares).sum(2)], 1)
 
 
 @dataclass(slots=True)
@@ -114,11 +116,13 @@ class _GradientStore:
         g, n_tokens = self.full.geometry, self.full.n_tokens
         if not g.evicts(layer, n_tokens):
             return None
-        return Maxima(self.chunk, SINKS, n_tokens, self.found[layer, : g.n_heads, self.chunk[0] : self.chunk[1]])
+        inside = self.found[layer, :, self.chunk[0] : self.chunk[1]]
+        return Maxima(self.chunk, SINKS, n_tokens, inside[: g.n_heads], None, inside[-g.n_heads :])
 
     def note_gradient(self, layer: int, of_values: Tensor) -> None:
         """Take the gradient [K, T, D] of one forward with respect to the cached values."""
-        self.found[layer, self.full.geometry.n_heads :] += of_values.square().sum(-1)
+        g = self.full.geometry
+        self.found[layer, g.n_heads : g.n_heads + g.n_kv_heads] += of_values.square().sum(-1)
 
 
 def draw(logs: Tensor, generator: torch.Generator) -> Tensor:

@@ -27,10 +27,11 @@ _OVERLAP = 8
 
 @dataclass(frozen=True, slots=True)
 class RepeatAttention:
-    """The largest attention that any row of a repetition paid to each entry: [L, H, T] float32, per query head.
+    """What the rows of a repetition paid to each entry: [L, H + K, T] float32.
 
-    0 outside of the document's body and in layers that do not evict. The softmax is over the first tokens, the repeated
-    chunk and the repetition itself, so that chunks are comparable.
+    The first H rows are the largest attention of any row, per query head; the last K rows the sum of all rows' squared
+    attention over the group, per kv head. 0 outside of the document's body and in layers that do not evict. The softmax
+    is over the first tokens, the repeated chunk and the repetition itself, so that chunks are comparable.
 
     Attributes:
         per_residual: divide each row by the norm of the attention's input (KVzip+).
@@ -52,7 +53,7 @@ class _Observer(Afterwards):
 
     def finish(self, reading: Reading) -> Tensor:
         full, g = reading.full, reading.full.geometry
-        scores = torch.zeros(g.n_layers, g.n_heads, full.n_tokens, device=full.keys.device)
+        scores = torch.zeros(2, g.n_layers, g.n_heads, full.n_tokens, device=full.keys.device)
         body_start, body_stop = reading.document.body
         with self._residuals(reading.model.attentions):
             for at, stop, said in repetitions(reading.document, g, self.what.chunk):
@@ -63,14 +64,15 @@ class _Observer(Afterwards):
                     part = said[offset : offset + FORWARD]
                     forward_tokens(reading.model, part, full.n_tokens + offset, overlay)
         reading.between("score", body_stop - body_start, body_stop - body_start)
-        return scores
+        return torch.cat([scores[0], g.grouped(scores[1]).sum(2)], 1)
 
     def _maxima(self, layer: int, span: tuple[int, int], scores: Tensor, geometry: Geometry) -> Maxima | None:
-        n_tokens = scores.shape[2]
+        n_tokens = scores.shape[3]
         if not geometry.evicts(layer, n_tokens):
             return None
         weights = 1 / self.norms[layer] if self.what.per_residual else None
-        return Maxima(span, SINKS, n_tokens, scores[layer, :, span[0] : span[1]], weights)
+        best, squares = scores[:, layer, :, span[0] : span[1]]
+        return Maxima(span, SINKS, n_tokens, best, weights, squares)
 
     @contextmanager
     def _residuals(self, attentions: tuple[Any, ...]) -> Iterator[None]:

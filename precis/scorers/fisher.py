@@ -44,7 +44,7 @@ class Fisher:
         """Rank every context token for every kv head.
 
         Args:
-            prefill: repeat gradients [L, H + K, T].
+            prefill: repeat gradients [L, H + 2 K, T].
 
         Returns:
             [L, K, T] float32, comparable across heads and layers; 0 outside of the document's body.
@@ -54,7 +54,7 @@ class Fisher:
         for values in prefill.values:
             centred = values.float() - values.float().mean(1, keepdim=True)
             distances.append(centred.square().sum(-1))
-        damage = found[:, g.n_heads :] * torch.stack(distances)
+        damage = found[:, g.n_heads : g.n_heads + g.n_kv_heads] * torch.stack(distances)
         if not self.attention:
             return damage
         attention, damage = _scaled(g.grouped(found[:, : g.n_heads]).amax(2)), _scaled(damage)

@@ -46,7 +46,7 @@ class KVzip:
         """Rank every context token for every kv head.
 
         Args:
-            prefill: repeat attention [L, H, T], and for KVzip+ output norms [L, H, T].
+            prefill: repeat attention [L, H + K, T], and for KVzip+ output norms [L, H, T].
 
         Returns:
             [L, K, T] float32, comparable across heads and layers; 0 outside of the document's body.
@@ -54,7 +54,8 @@ class KVzip:
         Raises:
             ValueError: if the context was not repeated.
         """
-        scores = prefill.seen(RepeatAttention(per_residual=self.plus, chunk=self.chunk))
+        g = prefill.geometry
+        scores = prefill.seen(RepeatAttention(per_residual=self.plus, chunk=self.chunk))[:, : g.n_heads]
         if self.plus:
             scores = scores * prefill.seen(OutputNorms(2))
-        return prefill.geometry.grouped(scores).amax(2)
+        return g.grouped(scores).amax(2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from precis.attention.dense import Maxima, raise_maxima
 from precis.core import Geometry, Prefill
 from precis.families import Model, Rotary
 from precis.full_cache import Document
@@ -198,7 +199,9 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
     asked = document(token_ids)
     full = prefill(model, Rotary(model, 512), asked, [RepeatGradients(seed=3), RepeatAttention()])
     found = full.seen(RepeatGradients(seed=3))
-    torch.testing.assert_close(found[:, :4], full.seen(RepeatAttention()), atol=1e-6, rtol=1e-4)
+    attention = full.seen(RepeatAttention())
+    torch.testing.assert_close(found[:, :4], attention[:, :4], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(found[:, 6:], attention[:, 4:], atol=1e-6, rtol=1e-4)
     ((at, stop, said),) = list(repetitions(asked, model.geometry))
     assert (at, stop) == (0, 60)
     generator = torch.Generator().manual_seed(3)
@@ -213,18 +216,32 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
         sampled = draw(logs.detach(), generator)
         (gradient,) = torch.autograd.grad(logs.gather(1, sampled).sum(), leaves)
         expected += gradient.square().sum(-1)
-    torch.testing.assert_close(found[:, 4:], expected / len(said), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(found[:, 4:6], expected / len(said), rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_see_the_same_attention_as_the_repetition_alone(family: str) -> None:
     model = attached(family)
     full = prefill(model, Rotary(model, 512), document(tokens(60)), [RepeatGradients(), RepeatAttention()])
-    n_heads = model.geometry.n_heads
-    found = full.seen(RepeatGradients())
-    torch.testing.assert_close(found[:, :n_heads], full.seen(RepeatAttention()), atol=1e-5, rtol=1e-3)
+    n_heads, n_kv_heads = model.geometry.n_heads, model.geometry.n_kv_heads
+    found, attention = full.seen(RepeatGradients()), full.seen(RepeatAttention())
+    torch.testing.assert_close(found[:, :n_heads], attention[:, :n_heads], atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(found[:, n_heads + n_kv_heads :], attention[:, n_heads:], atol=1e-5, rtol=1e-3)
     evicting = [layer for layer in range(4) if model.geometry.evicts(layer, 60)]
     assert bool((found[evicting, n_heads:].sum(-1) > 0).all())
+
+
+@pytest.mark.parametrize("span", [(0, 50), (10, 30)])
+def test_squares_are_summed_over_the_rows_of_a_softmax_over_the_span(span: tuple[int, int]) -> None:
+    weights = torch.randn(2, 3, 7, 60, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    counted = torch.zeros(60, dtype=torch.bool)
+    counted[:4] = counted[span[0] : span[1]] = counted[50:] = True
+    alone = (weights * counted) / (weights * counted).sum(-1, keepdim=True)
+    best, squares = torch.zeros(2, 6, span[1] - span[0])
+    raise_maxima(Maxima(span, 4, 50, best, None, squares), weights.clone(), None)
+    expected = alone[..., span[0] : span[1]].flatten(0, 1)
+    torch.testing.assert_close(best, expected.amax(1))
+    torch.testing.assert_close(squares, expected.square().sum(1))
 
 
 def test_capped_logits_are_differentiated_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +252,7 @@ def test_capped_logits_are_differentiated_as_they_are(monkeypatch: pytest.Monkey
     sums = []
     for model in (plain, capped):
         found = prefill(model, Rotary(model, 512), asked, [RepeatGradients()]).seen(RepeatGradients())
-        sums.append(float(found[:, n_heads:].sum()))
+        sums.append(float(found[:, n_heads : n_heads + plain.geometry.n_kv_heads].sum()))
     assert sums[1] < sums[0] * 1e-3
 
 
@@ -308,7 +325,7 @@ def test_fisher_scores_follow_their_formula_and_never_fall_below_attentions_shar
     attention = torch.rand(4, 4, N_CONTEXT, generator=generator)
     information = torch.rand(4, 2, N_CONTEXT, generator=generator) ** 4
     information[:, :, 50] = 0  # the model is sure of what it copies
-    seen = replace(full, observed={RepeatGradients(): torch.cat([attention, information], 1)})
+    seen = replace(full, observed={RepeatGradients(): torch.cat([attention, information, information], 1)})
     distance = (full.values - full.values.mean(2, keepdim=True)).square().sum(-1)
     torch.testing.assert_close(Fisher().score(seen), information * distance)
     n_best = attention[:, :2].numel() // 10
@@ -323,7 +340,7 @@ def test_fisher_scores_follow_their_formula_and_never_fall_below_attentions_shar
 
 def test_kvzip_plus_is_kvzip_where_norms_are_equal(full: Prefill) -> None:
     ones = torch.ones(4, 4, N_CONTEXT)
-    attention = torch.rand(4, 4, N_CONTEXT, generator=torch.Generator().manual_seed(0))
+    attention = torch.rand(4, 6, N_CONTEXT, generator=torch.Generator().manual_seed(0))
     repeated = replace(
         full,
         observed={RepeatAttention(): attention, RepeatAttention(per_residual=True): attention, OutputNorms(2): ones},

@@ -57,7 +57,7 @@ def compare(parts: tuple[Tensor, Tensor, Tensor], maxima: Maxima, **options: obj
     """Output and maxima of both, on maxima that were raised before."""
     query = parts[0]
     before = torch.rand(maxima.best.shape, generator=torch.Generator().manual_seed(9)) * 0.02
-    one, other = (replace(maxima, best=before.clone()) for _ in range(2))
+    one, other = (replace(maxima, best=before.clone(), squares=before.clone()) for _ in range(2))
     scaling = query.shape[-1] ** -0.5
     expected = recording_attention(*parts, one, scaling=scaling, **options)  # type: ignore[arg-type]
     found = backend.recording_attention(*parts, other, scaling=scaling, **options)  # type: ignore[arg-type]
@@ -65,6 +65,10 @@ def compare(parts: tuple[Tensor, Tensor, Tensor], maxima: Maxima, **options: obj
     torch.testing.assert_close(found, expected, atol=2e-6 if exact else 1e-2, rtol=1e-5 if exact else 2e-2)
     torch.testing.assert_close(other.best, one.best, atol=1e-6, rtol=1e-4)
     assert float((one.best - before).max()) > 0
+    assert one.squares is not None
+    assert other.squares is not None
+    torch.testing.assert_close(other.squares, one.squares, atol=1e-6, rtol=1e-4)
+    assert float((one.squares - before).max()) > 0
 
 
 @pytest.mark.parametrize("head_dim", [4, 12, 20, 64, 80, 96, 128, 256])

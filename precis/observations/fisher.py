@@ -66,7 +66,7 @@ class _Observer(Afterwards):
                 store.run(reading.model, part, offset, generator)
                 n_rows += part.shape[0]
         reading.between("score", stop - start, stop - start)
-        maxima, information, squares = found.split([g.n_heads, g.n_kv_heads, g.n_heads], 1)
+        maxima, information, squares = found.tensor_split([g.n_heads, g.n_heads + g.n_kv_heads], 1)
         information[..., :start] = 0
         information[..., stop:] = 0
         information /= max(1, n_rows)

@@ -202,7 +202,11 @@ class Rotary:
         """Keys [n, D] before RoPE -> float32 keys at `positions` [n]."""
         return self._turn(layer, keys, positions, 1.0)
 
-    def _turn(self, layer: int, keys: Tensor, positions: Tensor, sign: float) -> Tensor:
+    def pull_back(self, layer: int, gradients: Tensor, positions: Tensor) -> Tensor:
+        """Gradients with respect to keys [n, D] at `positions` [n] -> float32, with respect to keys before RoPE."""
+        return self._turn(layer, gradients, positions, -1.0, scaled=True)
+
+    def _turn(self, layer: int, keys: Tensor, positions: Tensor, sign: float, *, scaled: bool = False) -> Tensor:
         keys = keys.float()
         if self._apply is None or self._embedding is None or keys.shape[0] == 0:
             return keys
@@ -210,7 +214,7 @@ class Rotary:
         index = positions.long()
         cos, sin = cos_table[index][None], sin_table[index][None] * sign
         turned = self._apply(keys[None, None], keys[None, None], cos, sin)[1][0, 0]
-        if sign < 0:  # YaRN and longrope multiply cos and sin by a factor: undo it as well
+        if sign < 0 and not scaled:  # YaRN and longrope multiply cos and sin by a factor: undo it as well
             turned[..., : cos.shape[-1]] /= float(getattr(self._embedding, "attention_scaling", 1.0)) ** 2
         return turned  # type: ignore[no-any-return]
 

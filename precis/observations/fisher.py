@@ -59,7 +59,7 @@ class _Observer(Afterwards):
         start, stop = reading.document.body
         n_rows = 0
         for at, last, said in repetitions(reading.document, g, self.what.chunk):
-            store = _GradientStore(full, (at, last), found)
+            store = GradientStore(full, (at, last), found)
             for offset in range(0, said.shape[0], FORWARD):
                 reading.between("score", at - start + min(offset, last - at), stop - start)
                 part = said[offset : offset + FORWARD]
@@ -74,12 +74,13 @@ class _Observer(Afterwards):
 
 
 @dataclass(slots=True)
-class _GradientStore:
+class GradientStore:
     """As an overlay, but attention can be differentiated with respect to the new tokens, and notes what it finds."""
 
     full: Prefill
     chunk: tuple[int, int]
     found: Tensor
+    wants_keys: bool = False
     tail: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self, model: Model, token_ids: Tensor, offset: int, generator: torch.Generator) -> None:
@@ -119,8 +120,8 @@ class _GradientStore:
         inside = self.found[layer, :, self.chunk[0] : self.chunk[1]]
         return Maxima(self.chunk, SINKS, n_tokens, inside[: g.n_heads], None, inside[-g.n_heads :])
 
-    def note_gradient(self, layer: int, of_values: Tensor) -> None:
-        """Take the gradient [K, T, D] of one forward with respect to the cached values."""
+    def note_gradient(self, layer: int, of_keys: Tensor, of_values: Tensor) -> None:
+        """Take the gradients [K, T, D] of one forward with respect to the cached values, and keys if it wants them."""
         g = self.full.geometry
         self.found[layer, g.n_heads : g.n_heads + g.n_kv_heads] += of_values.square().sum(-1)
 
@@ -137,7 +138,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, _key: Tensor, _value: Tensor, store: _GradientStore, layer: int, sinks: Tensor | None
+        ctx: Any, query: Tensor, _key: Tensor, _value: Tensor, store: GradientStore, layer: int, sinks: Tensor | None
     ) -> Tensor:
         g = store.full.geometry
         n_tail = store.tail[layer][0].shape[1]
@@ -157,7 +158,8 @@ class _Attention(torch.autograd.Function):
         n, size = query.shape[1], max(16, _LOGITS // (g.n_heads * m))
         positions = torch.arange(m, device=keys.device)
         of_query = torch.zeros_like(query, dtype=torch.float32)
-        of_keys, of_values = torch.zeros_like(keys[:, -n:]), torch.zeros_like(values)
+        n_old = 0 if store.wants_keys else m - n
+        of_keys, of_values = torch.zeros_like(keys[:, n_old:]), torch.zeros_like(values)
         for start in range(0, n, size):
             stop = min(n, start + size)
             rows = query[:, start:stop]
@@ -181,8 +183,8 @@ class _Attention(torch.autograd.Function):
                 logits = (grouped @ keys.transpose(1, 2)).mul_(g.scaling[layer] / g.softcap[layer])
                 of_logits.mul_(1 - torch.tanh(logits).square())
             of_query[:, start:stop] = (of_logits @ keys).mul_(g.scaling[layer]).view(rows.shape)
-            of_keys += (of_logits[..., -n:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
+            of_keys += (of_logits[..., n_old:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
         if g.evicts(layer, n_tokens):
-            store.note_gradient(layer, of_values[:, :n_tokens])
+            store.note_gradient(layer, of_keys[:, :n_tokens], of_values[:, :n_tokens])
         dtype = query.dtype
-        return of_query.to(dtype), of_keys.to(dtype), of_values[:, -n:].to(dtype), None, None, None
+        return of_query.to(dtype), of_keys[:, -n:].to(dtype), of_values[:, -n:].to(dtype), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from precis.core import Geometry, Prefill
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.observations.columns import ColumnSums
-from precis.observations.fisher import RepeatGradients, _GradientStore, draw
+from precis.observations.fisher import GradientStore, RepeatGradients, draw
+from precis.observations.metric import RepeatMetric
 from precis.observations.norms import OutputNorms
 from precis.observations.probes import ProbeAttention
 from precis.observations.repeat import RepeatAttention, repetitions
@@ -219,6 +221,39 @@ def test_repeat_gradients_equal_autograd_through_the_whole_cache(
     torch.testing.assert_close(found[:, 4:6], expected / len(said), rtol=1e-3, atol=1e-9)
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": _YARN}], ids=["plain", "yarn"])
+def test_the_metric_is_that_of_autograd_through_keys_before_rope(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, token_ids = attached(**changes), tokens(60)
+    g, rotary = model.geometry, Rotary(model, 512)
+    monkeypatch.setattr("precis.observations.metric.FORWARD", 25)
+    asked = document(token_ids)
+    full = prefill(model, rotary, asked, [RepeatMetric(seed=3)])
+    found = full.seen(RepeatMetric(seed=3))
+    ((_, _, said),) = list(repetitions(asked, g))
+    positions = torch.arange(60).repeat(g.n_kv_heads)
+    flat = [rotary.undo(layer, full.keys[layer].flatten(0, 1), positions) for layer in range(4)]
+    keys, values = torch.stack(flat).requires_grad_(), full.values.clone().requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    expected = torch.zeros_like(found)
+    for start in range(0, len(said), 25):
+        part = said[start : start + 25]
+        turned = torch.stack([rotary.redo(layer, keys[layer], positions) for layer in range(4)])
+        store = LeafStore(turned.view(full.keys.shape), values, said[:start], model)
+        places = torch.arange(60 + start, 60 + start + len(part))[None]
+        logs = model.hf(input_ids=part[None], position_ids=places, use_cache=False, kv_store=store).logits[0]
+        logs = logs.log_softmax(-1)
+        chosen = logs.gather(1, draw(logs.detach(), generator)).sum()
+        for kind, gradient in enumerate(torch.autograd.grad(chosen, (keys, values))):
+            later = gradient.view(values.shape)[:, :, 4:]
+            expected[:, kind] += later.transpose(-1, -2) @ later
+    torch.testing.assert_close(found, expected / (len(said) * 56), rtol=2e-3, atol=1e-9)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_see_the_same_attention_as_the_repetition_alone(family: str) -> None:
     model = attached(family)
@@ -276,7 +311,7 @@ def test_the_backward_pass_of_attention_equals_autograd(
     query, key, value = (torch.randn(h, n, dim, generator=generator).requires_grad_() for h in (4, 2, 2))
     sinks = torch.randn(4, generator=generator) if with_sinks else None
     geometry = Geometry(1, 4, 2, dim, 64, (window,), (0.7,), (softcap,))
-    store = _GradientStore(Prefill(geometry, context[0], context[1]), (0, n_context), torch.zeros(1, 6, n_context))
+    store = GradientStore(Prefill(geometry, context[0], context[1]), (0, n_context), torch.zeros(1, 6, n_context))
     weight = torch.randn(4, n, dim, generator=generator)
     found = torch.autograd.grad((store.attend(0, query, key, value, sinks) * weight).sum(), (query, key, value))
     keys = torch.cat([context[0, 0], key], 1).repeat_interleave(2, 0)

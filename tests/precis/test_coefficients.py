@@ -1,0 +1,167 @@
+"""Transforms invert, and what is coded comes back within its dead zone, in the bytes that entropy allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from precis.coefficients import DEAD_ZONE, Coded, Rows, decode, encode, estimated_bytes
+from precis.transform import Transform, fit
+
+L, G, K, D = 4, 2, 3, 8
+SIZE = G * 2 * K * D
+
+
+def samples(n: int = 3000, seed: int = 0) -> Tensor:
+    """[n, L, 2, K, D] with means, and with what layers, heads, keys and values have in common."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, 20, generator=generator)
+    mixing = torch.randn(20, L * 2 * K * D, generator=torch.Generator().manual_seed(9))
+    noise = torch.randn(n, L * 2 * K * D, generator=generator)
+    return (hidden @ mixing + 0.1 * noise + 3).view(n, L, 2, K, D)
+
+
+def fisher() -> Tensor:
+    gradients = torch.randn(L, 2, K, 50, D, generator=torch.Generator().manual_seed(4)) * torch.linspace(1e-4, 1e-2, D)
+    return gradients.transpose(-1, -2) @ gradients
+
+
+def fitted(rank: int = SIZE) -> Transform:
+    entries = samples()
+    mean = entries.mean(0)
+    blocks = (entries - mean).reshape(-1, L // G, SIZE).transpose(0, 1)
+    return fit(mean, blocks.transpose(1, 2) @ blocks / len(entries), fisher(), rank)
+
+
+def of_block(entries: Tensor, block: int) -> Tensor:
+    return entries[:, block * G : (block + 1) * G]
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_transform_of_full_rank_is_inverted(block: int) -> None:
+    transform, entries = fitted(), of_block(samples(40, 1), block)
+    assert transform.block_layers == G
+    found = transform.backward(block, transform.forward(block, entries))
+    torch.testing.assert_close(found, entries, atol=1e-3, rtol=1e-3)
+
+
+def test_an_error_costs_what_the_fisher_matrix_says_and_axes_are_independent() -> None:
+    transform, entries = fitted(), of_block(samples(), 0)
+    coefficients = transform.forward(0, entries)
+    moved = entries + 0.1 * torch.randn(entries.shape, generator=torch.Generator().manual_seed(2))
+    difference = moved - entries
+    metric = transform.root[:G] @ transform.root[:G]
+    cost = torch.einsum("nlckd,lckde,nlcke->n", difference, metric, difference)
+    torch.testing.assert_close((transform.forward(0, moved) - coefficients).square().sum(-1), cost, rtol=1e-3, atol=0)
+    covariance = coefficients.T @ coefficients / len(coefficients)
+    spread = covariance.diagonal()
+    assert float((covariance - spread.diag()).abs().max()) < 1e-3 * float(spread.max())
+    assert bool((spread[:19] >= spread[1:20] * 0.99).all())
+    assert float((spread[:30].log2() - transform.scales[0, :30]).abs().max()) < 0.6
+
+
+def test_fewer_axes_lose_what_the_others_carried() -> None:
+    transform, few, entries = fitted(), fitted(20), of_block(samples(), 1)
+    everything = transform.forward(1, entries)
+    torch.testing.assert_close(few.forward(1, entries).abs(), everything[:, :20].abs(), atol=1e-4, rtol=1e-2)
+    lost = transform.forward(1, few.backward(1, few.forward(1, entries))) - everything
+    torch.testing.assert_close(lost.square().sum(), everything[:, 20:].square().sum(), rtol=1e-2, atol=0)
+
+
+def test_tables_of_an_artifact_give_the_same_map() -> None:
+    transform, entries = fitted(), of_block(samples(40, 1), 0)
+    again = Transform.of(transform.tables())
+    torch.testing.assert_close(again.forward(0, entries), transform.forward(0, entries), atol=2e-3, rtol=2e-3)
+    assert torch.equal(again.scales, transform.scales)
+
+
+def rows(n: int = 500, seed: int = 0, r: int = 40) -> list[Rows]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(2):
+        deviations = 2.0 ** torch.linspace(3, -6, r)
+        classes = torch.randint(-3, 4, (n,), generator=generator)
+        coefficients = torch.randn(n, r, generator=generator) * deviations
+        found.append(Rows(coefficients, classes, (2 * deviations.log2()).round().to(torch.int8)))
+    return found
+
+
+def restored(coded: Coded, blocks: list[Rows]) -> list[Tensor]:
+    made = []
+    for stream, block in zip(coded.blocks, blocks, strict=True):
+        found = decode(coded.tables, stream, len(block.classes), block.scales)
+        made.append(torch.nn.functional.pad(found, (0, block.coefficients.shape[1] - found.shape[1])))
+    return made
+
+
+@pytest.mark.parametrize("step", [0.02, 0.1, 0.7, 5.0, 300.0])
+@pytest.mark.parametrize("n", [0, 1, 33, 500])
+def test_every_coefficient_comes_back_within_its_tokens_step(step: float, n: int) -> None:
+    blocks = rows(n)
+    for block, found in zip(blocks, restored(encode(blocks, step), blocks), strict=True):
+        allowed = (0.5 + DEAD_ZONE) * step * torch.exp2(-block.classes.float())[:, None] * 1.001 + 1e-6
+        assert bool(((found - block.coefficients).abs() <= allowed).all())
+
+
+def test_the_bytes_are_the_entropy_of_classes_and_symbols() -> None:
+    blocks = rows(6000)
+    for step in (0.02, 0.5, 4.0):
+        coded, told = encode(blocks, step), estimated_bytes(blocks, step)
+        classes = sum(len(block.classes) for block in blocks) * np.log2(7) / 8
+        assert told + classes < coded.n_bytes < 1.01 * (told + classes) + len(coded.tables) + 600
+
+
+def test_a_larger_step_takes_fewer_bytes_and_drops_whole_axes() -> None:
+    blocks = rows()
+    sizes = [encode(blocks, step).n_bytes for step in (0.1, 1.0, 10.0)]
+    assert sizes[0] > 1.5 * sizes[1] > 2 * sizes[2]
+    coarse = encode(blocks, 50.0)
+    assert decode(coarse.tables, coarse.blocks[0], 500, blocks[0].scales).shape[1] < 15
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
+def test_what_cannot_be_coded_is_refused(bad: float) -> None:
+    blocks = rows(3)
+    blocks[1].coefficients[2, 5] = bad
+    with pytest.raises(ValueError, match="not finite, or too large"):
+        encode(blocks, 0.1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damage_is_refused_or_gives_numbers_of_the_right_shape(data: st.DataObject) -> None:
+    blocks = rows(60)
+    coded = encode(blocks, data.draw(st.sampled_from([0.02, 0.5])))
+
+    def hurt(what: bytes) -> bytes:
+        at = data.draw(st.integers(0, len(what) - 1))
+        kinds: list[Any] = [what[:at], what + b"\0", what[:at] + bytes([what[at] ^ 0x41]) + what[at + 1 :]]
+        return bytes(data.draw(st.sampled_from(kinds)))
+
+    tables, stream = coded.tables, coded.blocks[0]
+    if data.draw(st.booleans()):
+        tables = hurt(tables)
+    else:
+        stream = hurt(stream)
+    try:
+        found = decode(tables, stream, 60, blocks[0].scales)
+    except ValueError:
+        return
+    assert found.shape[0] == 60
+    assert found.shape[1] <= 40
+
+
+def test_a_table_that_unpacks_to_too_much_is_refused() -> None:
+    import zlib  # noqa: PLC0415
+
+    blocks = rows(5)
+    coded = encode(blocks, 0.5)
+    bomb = coded.tables[:4] + zlib.compress(bytes(50_000_000), 9)
+    with pytest.raises(ValueError, match="wrong length"):
+        decode(bomb, coded.blocks[0], 5, blocks[0].scales)

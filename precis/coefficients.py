@@ -24,6 +24,7 @@ MAX_CLASS = 8
 DEAD_ZONE = 0.12
 _CONTEXTS, _MIDDLE = 40, 12  # half octaves; a coefficient as large as the step is in the middle one
 _ZERO, _ESCAPE = 128, 0
+_LARGEST = 2.0**24  # of whole numbers that float32 tells apart
 _LIMIT = 127  # of |symbol - _ZERO|; beyond it a number is stored apart
 _TABLE_BYTES = 2 * rans.N_SYMBOLS * (_CONTEXTS + 1)
 _HEAD = struct.Struct("<IIII")  # axes, bytes of classes, bytes of symbols, escapes
@@ -65,7 +66,7 @@ def encode(blocks: Sequence[Rows], step: float) -> Coded:
         step: of class 0, above 0.
 
     Raises:
-        ValueError: if a coefficient is not finite, or beyond 32767 steps.
+        ValueError: if a coefficient is not finite, or beyond 2^24 steps.
     """
     shift = _half_octaves(step)
     quantised = [_quantise(rows, step) for rows in blocks]
@@ -105,7 +106,7 @@ def decode(tables: bytes, stream: bytes, n: int, scales: Tensor) -> Tensor:
     if len(stream) < _HEAD.size:
         raise ValueError("a block ends early")
     n_axes, n_classes, n_symbols, n_escapes = _HEAD.unpack_from(stream)
-    if n_axes > len(scales) or len(stream) != _HEAD.size + n_classes + n_symbols + 2 * n_escapes:
+    if n_axes > len(scales) or len(stream) != _HEAD.size + n_classes + n_symbols + 4 * n_escapes:
         raise ValueError("a block has another length than it says")
     at = _HEAD.size
     classes = rans.decode(stream[at : at + n_classes], np.full(n, _CONTEXTS, np.uint8), found)
@@ -120,7 +121,7 @@ def decode(tables: bytes, stream: bytes, n: int, scales: Tensor) -> Tensor:
     if len(escaped) != n_escapes:
         raise ValueError("a block has another number of escapes than it says")
     levels[torch.from_numpy(escaped)] = torch.from_numpy(
-        np.frombuffer(stream, "<i2", n_escapes, at + n_symbols).astype(np.float32)
+        np.frombuffer(stream, "<i4", n_escapes, at + n_symbols).astype(np.float32)
     )
     return levels.view(n, n_axes) * (step * torch.exp2(-of_tokens.float()))[:, None]
 
@@ -151,7 +152,7 @@ def estimated_bytes(blocks: Sequence[Rows], step: float) -> float:
         counts += _counted(symbols, _contexts(rows.classes, rows.scales[: levels.shape[1]], shift))
         n_escapes += len(escapes)
     share = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    return float(-(counts * np.log2(share, where=counts > 0, out=np.zeros_like(share))).sum() / 8 + 2 * n_escapes)
+    return float(-(counts * np.log2(share, where=counts > 0, out=np.zeros_like(share))).sum() / 8 + 4 * n_escapes)
 
 
 def _half_octaves(step: float) -> int:
@@ -163,18 +164,18 @@ def _half_octaves(step: float) -> int:
 def _quantise(rows: Rows, step: float) -> Tensor:
     """[n, r'] whole numbers in float32; columns after the last that is not all 0 are left out."""
     scaled = rows.coefficients * (torch.exp2(rows.classes.float()) / step)[:, None]
-    if not bool((scaled.abs() < 32767).all()):
+    if not bool((scaled.abs() < _LARGEST).all()):  # not a number fails, too
         raise ValueError("a coefficient is not finite, or too large for the step")
     levels = scaled.sign() * (scaled.abs() + (0.5 - DEAD_ZONE)).floor()
     used = levels.any(0).nonzero()
     return levels[:, : int(used[-1]) + 1 if len(used) else 0]
 
 
-def _symbols(levels: Tensor) -> tuple[rans.Bytes, NDArray[np.int16]]:
-    flat = levels.reshape(-1).to(torch.int16).cpu().numpy()
+def _symbols(levels: Tensor) -> tuple[rans.Bytes, NDArray[np.int32]]:
+    flat = levels.reshape(-1).to(torch.int32).cpu().numpy()
     beyond = np.abs(flat) > _LIMIT
     symbols = np.where(beyond, _ESCAPE, flat + _ZERO).astype(np.uint8)
-    return symbols, flat[beyond].astype("<i2")
+    return symbols, flat[beyond].astype("<i4")
 
 
 def _contexts(classes: Tensor, scales: Tensor, shift: int) -> rans.Bytes:

@@ -100,7 +100,7 @@ def restored(coded: Coded, blocks: list[Rows]) -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize("step", [0.02, 0.1, 0.7, 5.0, 300.0])
+@pytest.mark.parametrize("step", [1e-4, 0.1, 0.7, 5.0, 300.0])
 @pytest.mark.parametrize("n", [0, 1, 33, 500])
 def test_every_coefficient_comes_back_within_its_tokens_step(step: float, n: int) -> None:
     blocks = rows(n)
@@ -137,7 +137,7 @@ def test_what_cannot_be_coded_is_refused(bad: float) -> None:
 @given(st.data())
 def test_damage_is_refused_or_gives_numbers_of_the_right_shape(data: st.DataObject) -> None:
     blocks = rows(60)
-    coded = encode(blocks, data.draw(st.sampled_from([0.02, 0.5])))
+    coded = encode(blocks, data.draw(st.sampled_from([0.001, 0.5])))
 
     def hurt(what: bytes) -> bytes:
         at = data.draw(st.integers(0, len(what) - 1))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 RIDGE = 0.02  # share of a Fisher matrix's mean eigenvalue that is added to all
+LOWEST = 1e-6  # share of the mean level below which no head's falls
 NO_SCALE = -128
 _TINY = 1e-30
 
@@ -99,7 +100,8 @@ def _root(fisher: Tensor) -> Tensor:
     """Symmetric square roots, kept away from 0 so that they can be inverted."""
     size = fisher.shape[-1]
     symmetric = (fisher + fisher.transpose(-1, -2)).double() / 2
-    level = symmetric.diagonal(dim1=-1, dim2=-2).mean(-1).clamp_min(_TINY)
+    level = symmetric.diagonal(dim1=-1, dim2=-2).mean(-1)
+    level = level.clamp_min(max(_TINY, LOWEST * float(level.mean())))  # of a head that nothing depends on
     symmetric = symmetric + RIDGE * level[..., None, None] * torch.eye(size, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(symmetric)
     roots = values.clamp_min(_TINY).sqrt()

@@ -123,6 +123,8 @@ class GradientStore:
     def note_gradient(self, layer: int, of_keys: Tensor, of_values: Tensor) -> None:
         """Take the gradients [K, T, D] of one forward with respect to the cached values, and keys if it wants them."""
         g = self.full.geometry
+        if not g.evicts(layer, self.full.n_tokens):
+            return
         self.found[layer, g.n_heads : g.n_heads + g.n_kv_heads] += of_values.square().sum(-1)
 
 
@@ -184,7 +186,6 @@ class _Attention(torch.autograd.Function):
                 of_logits.mul_(1 - torch.tanh(logits).square())
             of_query[:, start:stop] = (of_logits @ keys).mul_(g.scaling[layer]).view(rows.shape)
             of_keys += (of_logits[..., n_old:].transpose(1, 2) @ grouped).mul_(g.scaling[layer])
-        if g.evicts(layer, n_tokens):
-            store.note_gradient(layer, of_keys[:, :n_tokens], of_values[:, :n_tokens])
+        store.note_gradient(layer, of_keys[:, :n_tokens], of_values[:, :n_tokens])
         dtype = query.dtype
         return of_query.to(dtype), of_keys[:, -n:].to(dtype), of_values[:, -n:].to(dtype), None, None, None

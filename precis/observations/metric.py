@@ -19,7 +19,7 @@ class RepeatMetric:
     """Mean outer products of gradients: [L, 2, K, D, D] float32, of keys before RoPE and of values.
 
     Gradients are those of log-probabilities of tokens sampled from each prediction of a repetition. The first tokens,
-    whose entries are unlike all others, do not count; layers that do not evict have zeros.
+    whose entries are unlike all others, do not count.
 
     Attributes:
         seed: of the sampling.

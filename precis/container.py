@@ -1,35 +1,30 @@
-"""Snapshot <-> bytes. The format, version 3, all integers little-endian:
+"""Snapshot <-> bytes. The format, version 4, all integers little-endian:
 
-A snapshot is one sealed manifest and one blob per layer.
+A snapshot is one sealed manifest and one blob per block of layers; most codecs take every layer alone.
 
     sealed manifest = 32 bytes seal, then UTF-8 JSON
         seal: HMAC-SHA256 of the JSON under the store's key, or plain SHA-256 where no key is configured
         JSON: the fields of `Manifest`, no others
-    blob of layer l = K mode bytes, the K heads' positions (precis.positions), zeros up to a multiple of 16, then the
-        codec's parts in the order of `Codec.shapes`, each row-major and padded with zeros to a multiple of 16 bytes;
-        then, where entries were merged (`biased`), a float16 bias per entry, padded likewise
-
+    blob: `precis.blob`
     one more blob where the policy's selections are nested: a level per entry (`core.Ranks`), for `precis.tighten` only
 
-Every length follows from the counts in the manifest, the mode bytes and the codec; a blob with another length is
-refused. Blobs are in layer order, so that layer 0 can be used while the rest is on its way. There is no pickle, and
-nothing in a manifest names code: `codec` selects among the known ones. An xxh3-64 per blob finds damage.
+Blobs are in layer order, so that layer 0 can be used while the rest is on its way. There is no pickle, and nothing in a
+manifest names code: `codec` selects among the known ones. An xxh3-64 per blob finds damage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import msgspec
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
-from precis import positions as position_codes
-from precis.codecs import Codec, Layout, Shape
+from precis import blob as blob_format
+from precis.blob import Block, layout_of
+from precis.codecs import Codec
 from precis.codecs.int4 import Int4
 from precis.codecs.int8 import Int8
 from precis.codecs.raw16 import Raw16
@@ -40,12 +35,11 @@ from precis.fingerprint import FORMAT_VERSION
 from precis.manifest import Manifest, seal_of
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), Int4())}
-ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A snapshot as bytes: one sealed manifest and L blobs."""
+    """A snapshot as bytes: one sealed manifest, a blob per block of layers, and the levels where there are some."""
 
     manifest: bytes
     blobs: tuple[bytes, ...]
@@ -68,14 +62,51 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
     Raises:
         ValueError: if the codec cannot carry an entry.
     """
-    g = snapshot.geometry
-    counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
-    blobs = [_pack_layer(snapshot, layer, counts[layer], codec, rotary) for layer in range(g.n_layers)]
-    return sealed(snapshot, codec, blobs, key)
+    size = codec.block_layers
+    if snapshot.geometry.n_layers % size:
+        raise ValueError(
+            f"the codec {codec.name} takes {size} layers at a time, the model has {snapshot.geometry.n_layers}"
+        )
+    blocks = [
+        block_of(snapshot, range(start, start + size), codec, rotary)
+        for start in range(0, snapshot.geometry.n_layers, size)
+    ]
+    return packed(snapshot, blocks, codec, key)
+
+
+def block_of(snapshot: Snapshot, layers: range, codec: Codec, rotary: Rotary) -> Block:
+    """The entries of some layers as a codec takes them."""
+    n_kv_heads = snapshot.geometry.n_kv_heads
+    start, stop = snapshot.bounds(layers[0], 0)[0], snapshot.bounds(layers[-1], n_kv_heads - 1)[1]
+    heads, keys = [], []
+    for layer in layers:
+        bounds = [snapshot.bounds(layer, head) for head in range(n_kv_heads)]
+        heads += [snapshot.positions[a:b].cpu().numpy() for a, b in bounds]
+        inside = slice(bounds[0][0], bounds[-1][1])
+        key = snapshot.keys[inside]
+        keys.append(rotary.undo(layer, key, snapshot.positions[inside]) if codec.pre_rope else key)
+    bias = None if snapshot.bias is None else snapshot.bias[start:stop]
+    return Block(heads, torch.cat(keys), snapshot.values[start:stop], bias)
+
+
+def packed(snapshot: Snapshot, blocks: list[Block], codec: Codec, key: bytes) -> Packed:
+    """Blocks as a codec takes them, coded and sealed.
+
+    Args:
+        snapshot: tells counts, header and levels; its keys and values are not looked at.
+        blocks: of all layers.
+        codec: one of `CODECS`.
+        key: seals the manifest, if not empty.
+    """
+    header = snapshot.header
+    told = [layout_of(block.heads, header.n_sink, block.keys.shape[1], i) for i, block in enumerate(blocks)]
+    codec = codec.tuned([(block.keys, block.values, layout) for block, layout in zip(blocks, told, strict=True)])
+    written = [blob_format.write(block, i, codec, header.n_tokens, header.n_sink) for i, block in enumerate(blocks)]
+    return sealed(snapshot, codec, written, key)
 
 
 def sealed(snapshot: Snapshot, codec: Codec, blobs: list[bytes], key: bytes) -> Packed:
-    """Blobs of all layers with a manifest, and the levels of the entries where there are some."""
+    """Blobs with a manifest, and the levels of the entries where there are some."""
     g, ranks = snapshot.geometry, snapshot.ranks
     counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
     levels = b"" if ranks is None else ranks.levels.cpu().numpy().tobytes()
@@ -93,6 +124,8 @@ def manifest_of(
         version=FORMAT_VERSION,
         fingerprint=header.fingerprint,
         codec=codec.name,
+        codec_header=codec.header,
+        block_layers=codec.block_layers,
         n_layers=g.n_layers,
         n_kv_heads=g.n_kv_heads,
         head_dim=g.head_dim,
@@ -102,48 +135,17 @@ def manifest_of(
         policy=header.policy,
         counts=counts,
         blob_bytes=sizes,
-        blob_sums=sums[: g.n_layers],
+        blob_sums=sums[: len(sizes)],
         ranked=snapshot.ranks.across if snapshot.ranks else "",  # type: ignore[arg-type]
         ranks_sum=sums[-1] if snapshot.ranks else "",
         biased=snapshot.bias is not None,
     )
 
 
-def _pack_layer(snapshot: Snapshot, layer: int, counts: list[int], codec: Codec, rotary: Rotary) -> bytes:
-    start, stop = snapshot.bounds(layer, 0)[0], snapshot.bounds(layer, len(counts) - 1)[1]
-    positions = snapshot.positions[start:stop]
-    heads = np.split(positions.cpu().numpy(), np.cumsum(counts)[:-1])
-    keys = snapshot.keys[start:stop]
-    if codec.pre_rope:
-        keys = rotary.undo(layer, keys, positions)
-    blob = write_layer(heads, keys, snapshot.values[start:stop], codec, snapshot.header)
-    if snapshot.bias is None:
-        return blob
-    return blob + _padded(_to_bytes(snapshot.bias[start:stop].to(torch.float16)))
-
-
-def write_layer(
-    heads: Sequence[position_codes.Positions], keys: Tensor, values: Tensor, codec: Codec, header: SnapshotHeader
-) -> bytes:
-    """The blob of a layer.
-
-    Args:
-        heads: per kv head, positions of its entries.
-        keys: [n, D] of all heads, before RoPE if the codec works there.
-        values: [n, D].
-        codec: encodes them.
-        header: of the snapshot.
-    """
-    coded = [position_codes.encode(head, header.n_tokens) for head in heads]
-    layout = Layout(tuple(map(len, heads)), count_sinks(heads, header.n_sink), keys.shape[1])
-    parts = codec.encode(keys, values, layout)
-    pieces = [_padded(bytes(mode for mode, _ in coded) + b"".join(data for _, data in coded))]
-    pieces += [_padded(_to_bytes(parts[name])) for name in codec.shapes(layout)]
-    return b"".join(pieces)
-
-
-def check_manifest(manifest: Manifest, geometry: Geometry, fingerprint: str) -> None:
-    """Check that a snapshot is the one that is wanted, and that its claims fit the model.
+def check_manifest(
+    manifest: Manifest, geometry: Geometry, fingerprint: str, codecs: Mapping[str, Codec] = CODECS
+) -> None:
+    """Check that a snapshot is the one that is wanted, and that its claims fit the model and a known codec.
 
     Raises:
         SnapshotStale: if it was made of other weights, other tokens or by another policy.
@@ -157,11 +159,13 @@ def check_manifest(manifest: Manifest, geometry: Geometry, fingerprint: str) -> 
     fits = (
         (m.n_layers, m.n_kv_heads, m.head_dim) == (g.n_layers, g.n_kv_heads, g.head_dim)
         and counts_fit
-        and m.codec in CODECS
+        and m.codec in codecs
+        and m.block_layers == codecs[m.codec].block_layers
+        and g.n_layers % m.block_layers == 0
         and 0 < m.n_tokens <= g.max_length
         and m.next_position == m.n_tokens
         and 0 <= m.n_sink <= m.n_tokens
-        and len(m.blob_bytes) == len(m.blob_sums) == g.n_layers
+        and len(m.blob_bytes) == len(m.blob_sums) == g.n_layers // m.block_layers
     )
     if not fits:
         raise SnapshotCorrupt("the snapshot's manifest does not fit the model")
@@ -174,31 +178,37 @@ def unpack(
     rotary: Rotary,
     device: torch.device,
     dtype: torch.dtype,
+    codecs: Mapping[str, Codec] = CODECS,
 ) -> Snapshot:
     """Decode a snapshot whose manifest was opened and checked.
 
     Args:
         manifest: from `open_manifest`, passed by `check_manifest`.
-        blobs: L blobs in layer order; may be lazy.
+        blobs: in layer order; may be lazy.
         geometry: of the model.
         rotary: of the model.
         device: where the entries go.
         dtype: of the entries: the model's.
+        codecs: by name.
 
     Raises:
         SnapshotCorrupt: if a blob is missing, damaged or of a wrong length.
     """
     keys, values, positions, biases = [], [], [], []
-    received = iter(blobs)
-    for layer in range(manifest.n_layers):
-        heads, key, value, bias = read_layer(manifest, layer, next(received, b""), device)
-        found = torch.from_numpy(np.concatenate(heads)).to(device)
-        if CODECS[manifest.codec].pre_rope:
-            key = rotary.redo(layer, key, found)
+    received, codec = iter(blobs), reader_of(manifest, codecs)
+    for index in range(len(manifest.blob_bytes)):
+        block = read_block(manifest, index, next(received, b""), codec, device)
+        found = torch.from_numpy(np.concatenate(block.heads)).to(device)
+        key = block.keys
+        if codec.pre_rope:
+            layers = range(index * manifest.block_layers, (index + 1) * manifest.block_layers)
+            sizes = [sum(manifest.counts[layer]) for layer in layers]
+            parts = zip(layers, key.split(sizes), found.split(sizes), strict=True)  # type: ignore[no-untyped-call]
+            key = torch.cat([rotary.redo(layer, part, places) for layer, part, places in parts])
         keys.append(key.to(dtype))
-        values.append(value.to(dtype))
+        values.append(block.values.to(dtype))
         positions.append(found)
-        biases += [] if bias is None else [bias]
+        biases += [] if block.bias is None else [block.bias]
     counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
     header = SnapshotHeader(
         manifest.fingerprint, manifest.n_tokens, manifest.next_position, manifest.n_sink, manifest.policy
@@ -208,69 +218,31 @@ def unpack(
     return Snapshot(geometry, header, torch.cat(keys), torch.cat(values), torch.cat(positions), offsets, bias=bias)
 
 
-Layer = tuple[list[position_codes.Positions], Tensor, Tensor, Tensor | None]
+def reader_of(manifest: Manifest, codecs: Mapping[str, Codec] = CODECS) -> Codec:
+    """The codec that wrote a snapshot.
+
+    Raises:
+        SnapshotCorrupt: if its header cannot be read.
+    """
+    try:
+        return codecs[manifest.codec].reading(manifest.codec_header)
+    except ValueError as error:
+        raise SnapshotCorrupt(f"the snapshot's codec cannot be set up: {error}") from error
 
 
-def read_layer(manifest: Manifest, layer: int, blob: bytes, device: torch.device) -> Layer:
-    """Check and decode the blob of a layer: per kv head positions, then keys and values [n, D] as the codec has them,
-    and float32 bias [n] or None.
+def read_block(manifest: Manifest, index: int, blob: bytes, codec: Codec, device: torch.device) -> Block:
+    """Check and decode a blob.
 
     Raises:
         SnapshotCorrupt: if it is missing, damaged or of a wrong length.
     """
-    if len(blob) != manifest.blob_bytes[layer] or xxhash.xxh3_64_hexdigest(blob) != manifest.blob_sums[layer]:
-        raise SnapshotCorrupt(f"layer {layer} of the snapshot is missing or damaged")
+    m, first = manifest, index * manifest.block_layers
+    if len(blob) != m.blob_bytes[index] or xxhash.xxh3_64_hexdigest(blob) != m.blob_sums[index]:
+        raise SnapshotCorrupt(f"layer {first} of the snapshot is missing or damaged")
+    counts = [count for layer in m.counts[first : first + m.block_layers] for count in layer]
     try:
-        return _decode_layer(manifest, layer, blob, device)
+        return blob_format.read(
+            blob, counts, index, codec, m.n_tokens, m.n_sink, m.head_dim, biased=m.biased, device=device
+        )
     except (ValueError, IndexError) as error:
-        raise SnapshotCorrupt(f"layer {layer} of the snapshot cannot be decoded: {error}") from error
-
-
-def _decode_layer(manifest: Manifest, layer: int, blob: bytes, device: torch.device) -> Layer:
-    counts, n_tokens = manifest.counts[layer], manifest.n_tokens
-    at, heads = len(counts), []
-    for mode, count in zip(blob[: len(counts)], counts, strict=True):
-        length = position_codes.size(mode, count, n_tokens)
-        heads.append(position_codes.decode(mode, blob[at : at + length], count, n_tokens))
-        at += length
-    layout = Layout(tuple(counts), count_sinks(heads, manifest.n_sink), manifest.head_dim)
-    codec = CODECS[manifest.codec]
-    parts = {}
-    at += -at % ALIGN
-    for name, shape in codec.shapes(layout).items():
-        parts[name], at = _read_part(blob, at, shape, device)
-    bias = None
-    if manifest.biased:
-        half, at = _read_part(blob, at, (torch.float16, (sum(counts),)), device)
-        bias = half.float()
-        if not bool(torch.isfinite(bias).all()):
-            raise ValueError("a bias is not a number")
-    if at != len(blob):
-        raise ValueError(f"{len(blob)} bytes where {at} were expected")
-    return heads, *codec.decode(parts, layout), bias
-
-
-def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tuple[Tensor, int]:
-    dtype, sizes = shape
-    n_bytes = prod(sizes) * dtype.itemsize
-    if at + n_bytes > len(blob):
-        raise ValueError("the blob ends early")
-    if n_bytes == 0:
-        return torch.empty(sizes, dtype=dtype, device=device), at
-    raw = np.frombuffer(blob, np.uint8, n_bytes, at).copy()
-    return torch.from_numpy(raw).view(dtype).reshape(sizes).to(device), at + n_bytes + -n_bytes % ALIGN
-
-
-def count_sinks(heads: Iterable[position_codes.Positions], n_sink: int) -> tuple[int, ...]:
-    """Per head, how many of its kept entries are among the first `n_sink` tokens."""
-    return tuple(int(np.searchsorted(head, n_sink)) for head in heads)
-
-
-def _to_bytes(part: Tensor) -> bytes:
-    if part.numel() == 0:
-        return b""
-    return part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % ALIGN)
+        raise SnapshotCorrupt(f"layer {first} of the snapshot cannot be decoded: {error}") from error

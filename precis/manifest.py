@@ -18,9 +18,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stored snapshot says of itself.
 
     Attributes:
+        codec_header: what the codec needs beside the blobs.
+        block_layers: g, layers per blob.
         counts: [L][K] kept entries.
-        blob_bytes: [L] length of each blob.
-        blob_sums: [L] xxh3-64 of each blob, hex.
+        blob_bytes: [L / g] length of each blob.
+        blob_sums: [L / g] xxh3-64 of each blob, hex.
         ranked: across what the levels compare, or empty if there are none.
         ranks_sum: xxh3-64 of the levels, hex.
         biased: whether entries carry a bias, because some stand for several tokens.
@@ -29,6 +31,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     fingerprint: str
     codec: str
+    codec_header: bytes
+    block_layers: int
     n_layers: int
     n_kv_heads: int
     head_dim: int

@@ -7,8 +7,9 @@ from math import prod
 import msgspec
 
 from precis import positions as position_codes
-from precis.codecs import Codec, Layout
-from precis.container import ALIGN, count_sinks, manifest_of
+from precis.blob import ALIGN, layout_of
+from precis.codecs import Codec
+from precis.container import manifest_of
 from precis.core import Snapshot
 from precis.manifest import SEAL_BYTES
 
@@ -21,7 +22,7 @@ def packed_bytes(snapshot: Snapshot, codec: Codec) -> int:
     for layer in range(g.n_layers):
         heads = [snapshot.positions[slice(*snapshot.bounds(layer, head))].cpu().numpy() for head in range(g.n_kv_heads)]
         coded = sum(1 + len(position_codes.encode(head, header.n_tokens)[1]) for head in heads)
-        layout = Layout(tuple(counts[layer]), count_sinks(heads, header.n_sink), g.head_dim)
+        layout = layout_of(heads, header.n_sink, g.head_dim, layer)
         parts = [prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values()]
         biases = [] if snapshot.bias is None else [2 * sum(counts[layer])]
         blobs += sum(size + -size % ALIGN for size in [coded, *parts, *biases])
@@ -39,7 +40,7 @@ def head_bytes(snapshot: Snapshot, codec: Codec) -> list[list[int]]:
         for kv_head in range(g.n_kv_heads):
             start, stop = snapshot.bounds(layer, kv_head)
             head = snapshot.positions[start:stop].cpu().numpy()
-            layout = Layout((stop - start,), count_sinks([head], snapshot.header.n_sink), g.head_dim)
+            layout = layout_of([head], snapshot.header.n_sink, g.head_dim, layer)
             parts = sum(prod(sizes) * dtype.itemsize for dtype, sizes in codec.shapes(layout).values())
             bias = 0 if snapshot.bias is None else 2 * (stop - start)
             row.append(1 + len(position_codes.encode(head, n_tokens)[1]) + parts + bias)

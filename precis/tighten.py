@@ -12,7 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from precis.container import CODECS, Packed, read_layer, sealed, write_layer
+from precis.blob import Block
+from precis.container import Packed, packed, read_block, reader_of
 from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.manifest import Manifest
@@ -48,11 +49,15 @@ def tighten(
     if not manifest.ranked:
         raise ValueError("the snapshot's policy does not nest its selections")
     n = sum(map(sum, manifest.counts))
-    raw = blobs[manifest.n_layers] if len(blobs) > manifest.n_layers else b""
+    n_blobs = len(manifest.blob_bytes)
+    if n_blobs != manifest.n_layers:
+        raise ValueError("layers that are coded together are not cut down")
+    raw = blobs[n_blobs] if len(blobs) > n_blobs else b""
     if len(raw) != n or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
         raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
-    layers = [read_layer(manifest, layer, blobs[layer], torch.device("cpu")) for layer in range(manifest.n_layers)]
-    positions = torch.from_numpy(np.concatenate([head for heads, *_ in layers for head in heads]))
+    codec = reader_of(manifest)
+    layers = [read_block(manifest, layer, blobs[layer], codec, torch.device("cpu")) for layer in range(n_blobs)]
+    positions = torch.from_numpy(np.concatenate([head for layer in layers for head in layer.heads]))
     counts = torch.tensor(manifest.counts).flatten()
     stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     levels = dense(stored, positions, counts, geometry, manifest.n_tokens)
@@ -62,12 +67,12 @@ def tighten(
     if int((levels[evicting] >= 0).sum()) < per_head * len(evicting) * geometry.n_kv_heads:
         raise ValueError("the snapshot keeps less than that already")
     keep, again = choose(levels, geometry, manifest.n_tokens, per_head, manifest.ranked)
-    codec, new_blobs, kept_positions, kept_levels, new_counts = CODECS[manifest.codec], [], [], [], []
-    for layer, (heads, keys, values, _) in enumerate(layers):  # nested selections are never merged
-        inside = [keep[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(heads)]
+    blocks, kept_positions, kept_levels, new_counts = [], [], [], []
+    for layer, block in enumerate(layers):  # nested selections are never merged
+        inside = [keep[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(block.heads)]
         mask = torch.cat(inside)
-        fewer = [own[chosen.numpy()] for own, chosen in zip(heads, inside, strict=True)]
-        new_blobs.append(write_layer(fewer, keys[mask], values[mask], codec, header))
+        fewer = [own[chosen.numpy()] for own, chosen in zip(block.heads, inside, strict=True)]
+        blocks.append(Block(fewer, block.keys[mask], block.values[mask]))
         kept_positions += fewer
         kept_levels += [again[layer, head][torch.from_numpy(own).long()] for head, own in enumerate(fewer)]
         new_counts += [len(own) for own in fewer]
@@ -81,7 +86,7 @@ def tighten(
         torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(new_counts).cumsum(0)]),
         Ranks(torch.cat(kept_levels), manifest.ranked),
     )
-    return sealed(told, codec, new_blobs, key)
+    return packed(told, blocks, codec, key)
 
 
 def dense(levels: Tensor, positions: Tensor, counts: Tensor, geometry: Geometry, n_tokens: int) -> Tensor:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from precis.positions import Positions
+
 Shape = tuple[torch.dtype, tuple[int, ...]]
+VARIABLE = (-1,)  # sizes of a part whose length is stored with it
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is known of a layer before its bytes are read, and what the sizes of all parts follow from.
+    """What is known of a block of layers before its bytes are read, and what the sizes of most parts follow from.
 
     Attributes:
-        counts: per kv head, kept entries.
-        sinks: per kv head, how many of the first kept entries are sinks.
+        counts: per layer and kv head, kept entries.
+        sinks: per layer and kv head, how many of the first kept entries are sinks.
         head_dim: D.
+        index: of the block.
+        heads: per layer and kv head, positions of the kept entries; for codecs that code a token's entries together.
     """
 
     counts: tuple[int, ...]
     sinks: tuple[int, ...]
     head_dim: int
+    index: int = 0
+    heads: tuple[Positions, ...] = ()
 
     @property
     def n_entries(self) -> int:
-        """Entries of the layer."""
+        """Entries of the block."""
         return sum(self.counts)
 
 
@@ -38,6 +45,8 @@ class Codec(Protocol):
     Attributes:
         name: stored in the container.
         pre_rope: whether keys come before RoPE.
+        block_layers: layers that are coded together, and make one blob.
+        header: what `reading` needs of a snapshot beside its blobs.
     """
 
     @property
@@ -46,12 +55,30 @@ class Codec(Protocol):
     @property
     def pre_rope(self) -> bool: ...
 
+    @property
+    def block_layers(self) -> int: ...
+
+    @property
+    def header(self) -> bytes: ...
+
+    def tuned(self, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> Codec:
+        """The codec for one snapshot, from the keys and values of all of its blocks."""
+        ...
+
+    def reading(self, header: bytes) -> Codec:
+        """The codec that wrote a snapshot with this header.
+
+        Raises:
+            ValueError: if no codec wrote it.
+        """
+        ...
+
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Dtype and shape of every part, in the order in which they are stored."""
         ...
 
     def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Entries [n, D] of one layer -> parts as in `shapes`.
+        """Entries [n, D] of one block -> parts as in `shapes`.
 
         Raises:
             ValueError: if an entry is not finite, or too large for the codec.
@@ -61,3 +88,25 @@ class Codec(Protocol):
     def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
         """Parts -> keys and values [n, D] in a floating dtype."""
         ...
+
+
+class Untuned:
+    """What is the same for codecs that take every layer alone and every snapshot alike."""
+
+    __slots__ = ()
+    block_layers = 1
+    header = b""
+
+    def tuned(self, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> Self:
+        """Itself."""
+        return self
+
+    def reading(self, header: bytes) -> Self:
+        """Itself.
+
+        Raises:
+            ValueError: if a header is not empty.
+        """
+        if header:
+            raise ValueError("the codec knows no header")
+        return self

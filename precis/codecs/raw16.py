@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.codecs import Layout, Shape
+from precis.codecs import Layout, Shape, Untuned
 
 _HALF_LIMIT = 6e4
 
 
 @dataclass(frozen=True, slots=True)
-class Raw16:
+class Raw16(Untuned):
     """Two bytes per number."""
 
     name: str = "raw16"

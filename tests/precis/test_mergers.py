@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precis.attention.torch_ref import Segment, attend
 from precis.budgets.uniform import Uniform
-from precis.container import CODECS, check_manifest, pack, read_layer, unpack
+from precis.container import CODECS, check_manifest, pack, read_block, reader_of, unpack
 from precis.core import Prefill
 from precis.engine import step
 from precis.errors import SnapshotCorrupt
@@ -153,8 +153,9 @@ def test_a_bias_that_is_no_number_is_refused(model: Model, full: Prefill) -> Non
     bias = torch.zeros(snapshot.positions.shape[0])
     bias[3] = float("nan")
     packed = pack(replace(snapshot, bias=bias), CODECS["raw16"], Rotary(model, 512))
+    manifest = open_manifest(packed.manifest)
     with pytest.raises(SnapshotCorrupt, match="bias"):
-        read_layer(open_manifest(packed.manifest), 0, packed.blobs[0], torch.device("cpu"))
+        read_block(manifest, 0, packed.blobs[0], reader_of(manifest), torch.device("cpu"))
 
 
 def test_merged_selections_do_not_nest() -> None:

@@ -24,7 +24,7 @@ import xxhash
 
 from precis import blob as blob_format
 from precis.blob import Block, layout_of
-from precis.codecs import Codec
+from precis.codecs import Codec, block_layers, header_of, reading, tuned
 from precis.codecs.int4 import Int4
 from precis.codecs.int8 import Int8
 from precis.codecs.raw16 import Raw16
@@ -62,7 +62,7 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
     Raises:
         ValueError: if the codec cannot carry an entry.
     """
-    size = codec.block_layers
+    size = block_layers(codec)
     if snapshot.geometry.n_layers % size:
         raise ValueError(
             f"the codec {codec.name} takes {size} layers at a time, the model has {snapshot.geometry.n_layers}"
@@ -100,7 +100,7 @@ def packed(snapshot: Snapshot, blocks: list[Block], codec: Codec, key: bytes) ->
     """
     header = snapshot.header
     told = [layout_of(block.heads, header.n_sink, block.keys.shape[1], i) for i, block in enumerate(blocks)]
-    codec = codec.tuned([(block.keys, block.values, layout) for block, layout in zip(blocks, told, strict=True)])
+    codec = tuned(codec, [(block.keys, block.values, layout) for block, layout in zip(blocks, told, strict=True)])
     written = [blob_format.write(block, i, codec, header.n_tokens, header.n_sink) for i, block in enumerate(blocks)]
     return sealed(snapshot, codec, written, key)
 
@@ -124,8 +124,8 @@ def manifest_of(
         version=FORMAT_VERSION,
         fingerprint=header.fingerprint,
         codec=codec.name,
-        codec_header=codec.header,
-        block_layers=codec.block_layers,
+        codec_header=header_of(codec),
+        block_layers=block_layers(codec),
         n_layers=g.n_layers,
         n_kv_heads=g.n_kv_heads,
         head_dim=g.head_dim,
@@ -160,7 +160,7 @@ def check_manifest(
         (m.n_layers, m.n_kv_heads, m.head_dim) == (g.n_layers, g.n_kv_heads, g.head_dim)
         and counts_fit
         and m.codec in codecs
-        and m.block_layers == codecs[m.codec].block_layers
+        and m.block_layers == block_layers(codecs[m.codec])
         and g.n_layers % m.block_layers == 0
         and 0 < m.n_tokens <= g.max_length
         and m.next_position == m.n_tokens
@@ -225,7 +225,7 @@ def reader_of(manifest: Manifest, codecs: Mapping[str, Codec] = CODECS) -> Codec
         SnapshotCorrupt: if its header cannot be read.
     """
     try:
-        return codecs[manifest.codec].reading(manifest.codec_header)
+        return reading(codecs[manifest.codec], manifest.codec_header)
     except ValueError as error:
         raise SnapshotCorrupt(f"the snapshot's codec cannot be set up: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ class Codec(Protocol):
     Attributes:
         name: stored in the container.
         pre_rope: whether keys come before RoPE.
-        block_layers: layers that are coded together, and make one blob.
-        header: what `reading` needs of a snapshot beside its blobs.
     """
 
     @property
@@ -54,6 +52,32 @@ class Codec(Protocol):
 
     @property
     def pre_rope(self) -> bool: ...
+
+    def shapes(self, layout: Layout) -> dict[str, Shape]:
+        """Dtype and shape of every part, in the order in which they are stored."""
+        ...
+
+    def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Entries [n, D] of one block -> parts as in `shapes`.
+
+        Raises:
+            ValueError: if an entry is not finite, or too large for the codec.
+        """
+        ...
+
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+        """Parts -> keys and values [n, D] in a floating dtype."""
+        ...
+
+
+@runtime_checkable
+class TunedCodec(Codec, Protocol):
+    """A codec that looks at a whole snapshot first, and codes several layers together.
+
+    Attributes:
+        block_layers: layers that make one blob.
+        header: what `reading` needs of a snapshot beside its blobs.
+    """
 
     @property
     def block_layers(self) -> int: ...
@@ -73,40 +97,30 @@ class Codec(Protocol):
         """
         ...
 
-    def shapes(self, layout: Layout) -> dict[str, Shape]:
-        """Dtype and shape of every part, in the order in which they are stored."""
-        ...
 
-    def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Entries [n, D] of one block -> parts as in `shapes`.
-
-        Raises:
-            ValueError: if an entry is not finite, or too large for the codec.
-        """
-        ...
-
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """Parts -> keys and values [n, D] in a floating dtype."""
-        ...
+def block_layers(codec: Codec) -> int:
+    """Layers that make one blob."""
+    return codec.block_layers if isinstance(codec, TunedCodec) else 1
 
 
-class Untuned:
-    """What is the same for codecs that take every layer alone and every snapshot alike."""
+def header_of(codec: Codec) -> bytes:
+    """What a snapshot must hold beside its blobs."""
+    return codec.header if isinstance(codec, TunedCodec) else b""
 
-    __slots__ = ()
-    block_layers = 1
-    header = b""
 
-    def tuned(self, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> Self:
-        """Itself."""
-        return self
+def tuned(codec: Codec, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> Codec:
+    """The codec for one snapshot."""
+    return codec.tuned(blocks) if isinstance(codec, TunedCodec) else codec
 
-    def reading(self, header: bytes) -> Self:
-        """Itself.
 
-        Raises:
-            ValueError: if a header is not empty.
-        """
-        if header:
-            raise ValueError("the codec knows no header")
-        return self
+def reading(codec: Codec, header: bytes) -> Codec:
+    """The codec that wrote a snapshot with this header.
+
+    Raises:
+        ValueError: if no codec wrote it.
+    """
+    if isinstance(codec, TunedCodec):
+        return codec.reading(header)
+    if header:
+        raise ValueError(f"the codec {codec.name} knows no header")
+    return codec

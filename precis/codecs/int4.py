@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.codecs import Layout, Shape, Untuned
+from precis.codecs import Layout, Shape
 from precis.quantize import (
     by_channel_groups,
     channel_group,
@@ -27,7 +27,7 @@ from precis.quantize import (
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(Untuned):
+class Int4:
     """About 4.5 bits per number. The head dim must be even."""
 
     name: str = "int4"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.codecs import Layout, Shape, Untuned
+from precis.codecs import Layout, Shape
 from precis.quantize import by_channel_groups, channel_group, check_encodable, quantize, token_groups
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Untuned):
+class Int8:
     """About 8.5 bits per number."""
 
     name: str = "int8"

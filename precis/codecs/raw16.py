@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.codecs import Layout, Shape, Untuned
+from precis.codecs import Layout, Shape
 
 _HALF_LIMIT = 6e4
 
 
 @dataclass(frozen=True, slots=True)
-class Raw16(Untuned):
+class Raw16:
     """Two bytes per number."""
 
     name: str = "raw16"

@@ -2,9 +2,9 @@
 
 No paper; see `precis.transform` and `precis.coefficients`. KVTC (Staniszewski and Lancucki 2025, arXiv:2511.01815) is a
 relative. Here keys and values share their axes, errors count by their Fisher information, and tokens that a repetition
-of the document reads are quantised more finely. Sinks are unlike everything the transform was fitted to, and are kept at
-8 bits. Where some heads of a block kept a token and others did not, the others' places are filled with the mean, which
-costs little, and are not read back.
+of the document reads are quantised more finely. Sinks are unlike everything the transform was fitted to, and are kept
+at 8 bits. Where some heads of a block kept a token and others did not, the others' places are filled with the mean,
+which costs little, and are not read back.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
     policy: dict[str, str | int | float] = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
     assert (
         of_context("m", b"\x01\x00\x00\x00", policy)
-        == "ca316ff7e82341170caa3bb4958a6e344dc02c58b09439aa8bbe8a2881825714"
+        == "5eb425b12e5faf6b3cf6f3a8cf1b09f41c999a7a1f03d3e5855e7270a60eaf13"
     )
 
 

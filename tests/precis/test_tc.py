@@ -15,9 +15,12 @@ from precis.codecs import Codec
 from precis.codecs.tc import TransformCodec
 from precis.container import CODECS, Packed, check_manifest, pack, unpack
 from precis.core import Snapshot
-from precis.errors import SnapshotCorrupt, SnapshotError
+from precis.errors import BudgetTooSmall, SnapshotCorrupt, SnapshotError
 from precis.families import Model, Rotary
 from precis.manifest import open_manifest, seal_of
+from precis.observations.fisher import RepeatGradients
+from precis.observations.repeat import RepeatAttention
+from precis.rates import classes_of, fitted
 from precis.transform import Transform
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
 
@@ -147,3 +150,47 @@ def test_a_header_of_nonsense_is_refused_even_under_a_right_seal(
     body = msgspec.json.encode(msgspec.structs.replace(open_manifest(packed.manifest, KEY), codec_header=header))
     with pytest.raises(SnapshotCorrupt):
         reloaded(Packed(seal_of(body, KEY) + body, packed.blobs), codec, model, rotary)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_the_step_is_found_that_fills_a_limit(
+    model: Model, rotary: Rotary, transforms: dict[int, Transform], size: int, share: float
+) -> None:
+    snapshot = kept(model, share)
+    classes = torch.randint(-2, 3, (4 // size, N_CONTEXT), generator=torch.Generator().manual_seed(1))
+    errors = []
+    for limit in (20_000, 12_000):
+        packed = fitted(snapshot, transforms[size], classes, rotary, limit, KEY)
+        assert 0.95 * limit < packed.n_bytes <= limit
+        errors.append(error(reloaded(packed, TransformCodec(transforms[size]), model, rotary), snapshot))
+    assert errors[0] < errors[1]
+    with pytest.raises(BudgetTooSmall, match="too few"):
+        fitted(snapshot, transforms[size], classes, rotary, 300, KEY)
+
+
+def test_tokens_that_are_read_more_deserve_more(model: Model) -> None:
+    g = model.geometry
+    full = read(model, tokens(N_CONTEXT))
+    squares = torch.full((4, 2, N_CONTEXT), 1e-4)
+    squares[:2, :, 10] = 1e-4 * 4**5  # importance is squared precision: five octaves, less the exponent
+    squares[:, :, 0] = 0  # outside of what was repeated
+    squares[2:, 1, 20] = 1e-6
+    seen = torch.cat([torch.zeros(4, g.n_heads, N_CONTEXT), squares], 1)
+    found = classes_of(replace(full, observed={RepeatAttention(): seen}), 2)
+    assert found.shape == (2, N_CONTEXT)
+    assert found[0, 10] == 4
+    assert found[1, 10] == 0
+    assert found[1, 20] == 0  # the other head of the block still reads it
+    assert found[0, 0] == found[0].sort(descending=True).values[N_CONTEXT // 10 - 1]
+    information = torch.cat([torch.zeros(4, g.n_heads, N_CONTEXT), torch.ones_like(squares), squares], 1)
+    milder = classes_of(replace(full, observed={RepeatGradients(): information}), 2)
+    assert milder[0, 10] == 2
+    with pytest.raises(ValueError, match="not observed"):
+        classes_of(replace(full, observed={}), 2)
+
+
+def test_a_document_that_nothing_reads_has_equal_classes(model: Model) -> None:
+    full = read(model, tokens(N_CONTEXT))
+    nothing = torch.zeros(4, model.geometry.n_heads + 2, N_CONTEXT)
+    assert not bool(classes_of(replace(full, observed={RepeatAttention(): nothing}), 2).any())

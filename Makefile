@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := precis service workers tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality lock clean
+.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality bench-codec lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -62,6 +62,9 @@ test-gpu: setup-test  ## the tests that need a GPU
 
 bench-quality: setup-test  ## measure what policies keep, e.g. make bench-quality ARGS="--ruler 2000 --out results.jsonl"
 	$(BIN)/python -m benchmarks.quality run $(ARGS)
+
+bench-codec: setup-test  ## measure codecs at equal bytes, e.g. make bench-codec ARGS="run --documents FOLDER --out F"
+	$(BIN)/python -m benchmarks.codec $(ARGS)
 
 bench: setup-test  ## measure latency and memory against the plain alternative
 	$(BIN)/python -m benchmarks.latency $(ARGS)

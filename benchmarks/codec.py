@@ -1,0 +1,226 @@
+"""Measure codecs at equal bytes on documents with questions, and append one JSON line per document and way.
+
+    python -m benchmarks.codec run --documents FOLDER --calibration FOLDER --transform FILE --block-layers 5 --out F
+    python -m benchmarks.codec report F [F ...]
+
+Every byte counts: positions, tables, manifest. The full cache answers first; what is compressed is compared with it,
+nats per token: on text that follows the document (`continuation`), on two passages that are repeated word by word
+(`recall`), and on answers to questions whose beginning is given (`answers`). The transform is fitted to other texts,
+once, and kept in a file; its own bytes are the model's, not a document's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from benchmarks.model import located
+from benchmarks.quality import measure as asking
+from benchmarks.quality.corpus import Text, from_folder
+from precis.axes import measure as fit_to
+from precis.codecs.tc import TransformCodec
+from precis.container import CODECS, Packed, pack, unpack
+from precis.core import Snapshot
+from precis.engine import step
+from precis.full_cache import Document
+from precis.manifest import open_manifest
+from precis.observations.repeat import RepeatAttention
+from precis.pipeline import Attempt, document_of
+from precis.policies import POLICIES
+from precis.prefill import prefill
+from precis.protection import budget_per_head
+from precis.rates import classes_of, fitted
+from precis.selection import score
+from precis.session import Feed, Session
+from precis.transform import Transform
+from precis.wire.messages import Message
+from precis.wire.presets import Compression
+from workers.models import Served, pick_device, pick_dtype, serve
+
+_CONTINUED, _PASSAGE, _GIVEN, _CALIBRATED = 160, 48, 8, 1024
+_PASSAGES = (0.25, 0.62)  # where they begin
+_BITS = 4.6  # of int4, per number
+Probe = tuple[list[int], int]  # tokens, and how many of them are given
+
+
+def main() -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run")
+    runner.add_argument("--documents", type=Path, required=True, help="folder with documents.jsonl and questions.jsonl")
+    runner.add_argument("--names", default="", help="documents, separated by commas; all by default")
+    runner.add_argument("--questions", type=int, default=12, help="at most so many per document")
+    runner.add_argument(
+        "--calibration", type=Path, help="folder of .txt files; needed if the transform is not there yet"
+    )
+    runner.add_argument("--differentiated", type=int, default=12, help="calibration texts with a backward pass")
+    runner.add_argument("--transform", type=Path, help="a file; made if it is not there; none: baselines only")
+    runner.add_argument("--block-layers", type=int, default=5)
+    runner.add_argument("--rank", type=int, default=1024, help="axes per block")
+    runner.add_argument("--ratios", default="8,16,32", help="of the full cache's 16-bit bytes to stored ones")
+    runner.add_argument(
+        "--policies", default="kvzip,kvzip-fisher", help="evicted to the same bytes, with int4; or empty"
+    )
+    runner.add_argument("--model", default="", help="a folder; by default the embedded model")
+    runner.add_argument("--out", type=Path, required=True)
+    reporter = commands.add_parser("report")
+    reporter.add_argument("files", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    if arguments.command == "report":
+        print(table([json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]))
+        return
+    device = pick_device("auto")
+    served = serve("codec", located(arguments.model), device, pick_dtype("float32", device))
+    transform = transform_of(served, arguments) if arguments.transform else None
+    with arguments.out.open("a") as out:
+        for text in from_folder(arguments.documents, [n for n in arguments.names.split(",") if n], arguments.questions):
+            for row in rows_of(served, text, transform, arguments):
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print({name: value for name, value in row.items() if name != "seconds"}, flush=True)
+
+
+def transform_of(served: Served, arguments: argparse.Namespace) -> Transform:
+    """From its file, or fitted to the calibration texts, which go through the chat template."""
+    if arguments.transform.exists():
+        return Transform.of(safetensors.torch.load_file(arguments.transform))
+    documents = []
+    for path in sorted(arguments.calibration.glob("*.txt")):
+        part = served.prompter.context_part([Message("user", path.read_text())])
+        found = document_of(served.prompter, part)
+        stop = min(found.n_tokens, _CALIBRATED)
+        documents.append(
+            Document(found.token_ids[:stop], (found.body[0], stop), (), found.repeat_first, found.repeat_next)
+        )
+    size = arguments.block_layers
+    made = fit_to(
+        served.model,
+        served.rotary,
+        documents,
+        size,
+        arguments.rank,
+        arguments.differentiated,
+        lambda stage, done, total: print(stage, done, total, flush=True) if stage == "calibrate" else None,
+    )
+    arguments.transform.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file({name: part.contiguous() for name, part in made.tables().items()}, arguments.transform)
+    return made
+
+
+@torch.no_grad()
+def rows_of(
+    served: Served, text: Text, transform: Transform | None, arguments: argparse.Namespace
+) -> Iterable[dict[str, Any]]:
+    """Everything that is measured on one document."""
+    document = document_of(served.prompter, served.prompter.raw_part(text.text))
+    ratios = [float(found) for found in arguments.ratios.split(",")]
+    full = prefill(served.model, served.rotary, document, [RepeatAttention()])
+    raw = served.model.geometry.raw_bytes(document.n_tokens)
+    keep_all = Compression("full", 1.0)
+    whole = Attempt(served.model, served.rotary, document, keep_all, b"", full, score(full, POLICIES["full"])).cut(
+        document.n_tokens
+    )
+    judge = Judge(served, document, text, whole)
+
+    def row(way: str, target: float, packed: Packed, seconds: float, codec: TransformCodec | None) -> dict[str, Any]:
+        codecs = CODECS if codec is None else {codec.name: codec}
+        manifest, g = open_manifest(packed.manifest), served.model.geometry
+        began = time.perf_counter()
+        again = unpack(manifest, packed.blobs, g, served.rotary, served.model.device, served.model.dtype, codecs)
+        spent = {"encode": seconds, "decode": time.perf_counter() - began}
+        told = {"document": text.name, "way": way, "target": target, "ratio": raw / packed.n_bytes}
+        return {**told, "n_tokens": document.n_tokens, "seconds": spent, **judge.of(again)}
+
+    for name in ("int8", "int4"):
+        began = time.perf_counter()
+        packed = pack(whole, CODECS[name], served.rotary)
+        yield row(name, 0.0, packed, time.perf_counter() - began, None)
+    for policy in [name for name in arguments.policies.split(",") if name]:
+        scored = prefill(served.model, served.rotary, document, POLICIES[policy].needs)
+        scores = score(scored, POLICIES[policy])
+        for ratio in ratios:
+            how = Compression(policy, min(1.0, 16 / _BITS / ratio), "int4")
+            attempt = Attempt(served.model, served.rotary, document, how, b"", scored, scores)
+            packed = pack(attempt.cut(budget_per_head(document.n_tokens, how)), CODECS["int4"], served.rotary)
+            yield row(f"{policy} + int4", ratio, packed, 0.0, None)
+    if transform is None:
+        return
+    classes = classes_of(full, transform.block_layers)
+    for ratio in ratios:
+        began = time.perf_counter()
+        packed = fitted(whole, transform, classes, served.rotary, int(raw / ratio))
+        seconds = time.perf_counter() - began
+        yield row(f"tc, {transform.block_layers} layers", ratio, packed, seconds, TransformCodec(transform))
+
+
+class Judge:
+    """What the full cache says, and how far a snapshot is from it."""
+
+    def __init__(self, served: Served, document: Document, text: Text, whole: Snapshot) -> None:
+        raw, ids = served.prompter.raw, document.token_ids.tolist()
+        self._served = served
+        self._probes: list[tuple[str, Probe]] = [
+            ("continuation", (raw(text.continuation, begins=False)[:_CONTINUED], 1))
+        ]
+        for share in _PASSAGES:
+            passage = ids[int(len(ids) * share) :][:_PASSAGE]
+            asked = [*document.repeat_next[0], *passage[:_GIVEN], *document.repeat_next[1]]
+            self._probes.append(("recall", (asked + passage, len(asked) + _GIVEN)))
+        self._expected = [self._logs(whole, probe) for _, probe in self._probes]
+        asked_of = [asking.as_asked(served.prompter, question, with_prefix=True) for question in text.questions]
+        self._asked = asking.with_references(served.model, whole, asked_of, set(served.card.eos_ids))
+        self._right = self._answers(whole)
+
+    def of(self, snapshot: Snapshot) -> dict[str, float]:
+        """KL and agreement per kind of probe, and shares of right answers."""
+        kinds: dict[str, list[Tensor]] = defaultdict(list)
+        for (kind, probe), expected in zip(self._probes, self._expected, strict=True):
+            found = self._logs(snapshot, probe)
+            kl = (expected.exp() * (expected - found)).sum(-1)
+            kinds[kind].append(torch.stack([kl, (expected.argmax(-1) == found.argmax(-1)).float()]))
+        told = {}
+        for kind, parts in kinds.items():
+            told[f"{kind}_kl"], told[f"{kind}_top1"] = torch.cat(parts, 1).mean(1).tolist()
+        answers = self._answers(snapshot)
+        told["answers_kl"] = mean(answer.kl for answer in answers)
+        told["right"] = mean(answer.exact for answer in answers)
+        return {**told, "right_full": mean(answer.exact for answer in self._right)}
+
+    def _logs(self, snapshot: Snapshot, probe: Probe) -> Tensor:
+        tokens, given = probe
+        logits = step(self._served.model, [Feed(Session.on(snapshot), tokens, all_logits=True)])[0]
+        return logits[given - 1 : -1].log_softmax(-1)
+
+    def _answers(self, snapshot: Snapshot) -> list[asking.Answered]:
+        served = self._served
+        return asking.measure(
+            served.model, snapshot, self._asked, served.prompter, set(served.card.eos_ids), decode=False
+        )
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Means over documents, one line per way and target."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["target"], row["way"]].append(row)
+    names = ["continuation_kl", "continuation_top1", "recall_kl", "recall_top1", "answers_kl", "right", "right_full"]
+    lines = ["| way | documents | ratio | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 3)]
+    for (_, way), own in sorted(groups.items()):
+        cells = [f"{mean(row[name] for row in own):.4f}" for name in names]
+        lines.append(f"| {way} | {len(own)} | {mean(row['ratio'] for row in own):.1f}x | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

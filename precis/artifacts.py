@@ -18,7 +18,7 @@ from precis.core import Geometry
 from precis.errors import ArtifactUnusable
 from precis.fingerprint import digest
 
-HEADS = "heads"  # the only kind so far: tables of heads and layers
+HEADS, TRANSFORM = "heads", "transform"  # kinds: tables of heads and layers; what `precis.transform` needs
 VERSION = 1
 _FIELD = "precis"
 
@@ -38,9 +38,9 @@ class Artifact:
     Attributes:
         kind: what the tables are for.
         weights: digests of the weights that they fit: one model in several dtypes.
-        tables: retrieval [L, H], how much of its attention a head pays to what is being retrieved; importance [L, K],
-            what is lost where a kv head sees the ends of the document only; layer_errors [L], what a layer's output
-            loses under compression. All float32.
+        tables: of heads, all float32: retrieval [L, H], how much of its attention a head pays to what is being
+            retrieved; importance [L, K], what is lost where a kv head sees the ends of the document only; layer_errors
+            [L], what a layer's output loses under compression. Of a transform: `Transform.tables`.
         made: how they were measured, for people.
     """
 
@@ -67,15 +67,31 @@ class Artifact:
         Raises:
             ArtifactUnusable: if it is of other weights, or a table has another shape.
         """
-        g = geometry
         shapes = {name: tuple(table.shape) for name, table in self.tables.items()}
-        wanted = {
-            "retrieval": (g.n_layers, g.n_heads),
-            "importance": (g.n_layers, g.n_kv_heads),
-            "layer_errors": (g.n_layers,),
-        }
+        wanted = _of_heads(geometry) if self.kind == HEADS else _of_transform(geometry, shapes.get("axes", ()))
         if weights not in self.weights or shapes != wanted:
             raise ArtifactUnusable("the artifact was measured on another model: run precis calibrate")
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _of_heads(g: Geometry) -> Shapes:
+    return {
+        "retrieval": (g.n_layers, g.n_heads),
+        "importance": (g.n_layers, g.n_kv_heads),
+        "layer_errors": (g.n_layers,),
+    }
+
+
+def _of_transform(g: Geometry, axes: tuple[int, ...]) -> Shapes:
+    """The shapes that go with those of the axes; none where these cannot be the model's."""
+    n_blocks, size, rank = axes if len(axes) == 3 else (0, 0, 0)
+    per_layer = 2 * g.n_kv_heads * g.head_dim
+    if n_blocks < 1 or g.n_layers % n_blocks or size != g.n_layers // n_blocks * per_layer or not 0 < rank <= size:
+        return {}
+    heads = (g.n_layers, 2, g.n_kv_heads, g.head_dim)
+    return {"mean": heads, "root": (*heads, g.head_dim), "axes": axes, "scales": (n_blocks, rank)}
 
 
 def read(data: bytes) -> Artifact:

@@ -17,9 +17,9 @@ from precis.wire import keys
 _PACKAGED = Path(__file__).parent / "data"
 
 
-def file_of(data_dir: Path, weights: str) -> Path:
-    """Where `precis calibrate` puts a model's tables."""
-    return data_dir / "artifacts" / f"{weights[:32]}-{HEADS}.safetensors"
+def file_of(data_dir: Path, weights: str, kind: str = HEADS) -> Path:
+    """Where `precis calibrate` puts what it measured of a model."""
+    return data_dir / "artifacts" / f"{weights[:32]}-{kind}.safetensors"
 
 
 def write(path: Path, artifact: Artifact) -> None:
@@ -30,31 +30,31 @@ def write(path: Path, artifact: Artifact) -> None:
     made.replace(path)
 
 
-def find(client: redis.Redis, data_dir: Path, weights: str, geometry: Geometry) -> Artifact | None:
-    """A model's tables: the operator's own file, else what other workers have, else the package's.
+def find(client: redis.Redis, data_dir: Path, weights: str, geometry: Geometry, kind: str = HEADS) -> Artifact | None:
+    """What was measured of a model: the operator's own file, else what other workers have, else the package's.
 
     What is found is published, so that all workers of a model use the same. What cannot be used is said and skipped.
     """
-    key = keys.artifact(weights, HEADS)
+    key = keys.artifact(weights, kind)
     shared: bytes | None = client.get(key)  # type: ignore[assignment]
-    found = own(data_dir, weights, geometry)
+    found = own(data_dir, weights, geometry, kind)
     if found is None and shared is not None:
-        found = _usable("redis", shared, weights, geometry)
-    found = found or packaged(weights, geometry)
+        found = _usable("redis", shared, weights, geometry, kind)
+    found = found or packaged(weights, geometry, kind)
     if found is not None:
         client.set(key, found.to_bytes())
     return found
 
 
-def own(data_dir: Path, weights: str, geometry: Geometry) -> Artifact | None:
+def own(data_dir: Path, weights: str, geometry: Geometry, kind: str = HEADS) -> Artifact | None:
     """What `precis calibrate` measured on this machine."""
-    path = file_of(data_dir, weights)
-    return _usable(str(path), path.read_bytes(), weights, geometry) if path.exists() else None
+    path = file_of(data_dir, weights, kind)
+    return _usable(str(path), path.read_bytes(), weights, geometry, kind) if path.exists() else None
 
 
-def packaged(weights: str, geometry: Geometry) -> Artifact | None:
+def packaged(weights: str, geometry: Geometry, kind: str = HEADS) -> Artifact | None:
     """What comes with the package, for the default model."""
-    for path in sorted(_PACKAGED.glob("*.safetensors")):
+    for path in sorted(_PACKAGED.glob(f"*-{kind}.safetensors")):
         artifact = artifacts.read(path.read_bytes())
         if weights in artifact.weights:
             artifact.check(weights, geometry)
@@ -62,9 +62,11 @@ def packaged(weights: str, geometry: Geometry) -> Artifact | None:
     return None
 
 
-def _usable(where: str, data: bytes, weights: str, geometry: Geometry) -> Artifact | None:
+def _usable(where: str, data: bytes, weights: str, geometry: Geometry, kind: str) -> Artifact | None:
     try:
         artifact = artifacts.read(data)
+        if artifact.kind != kind:
+            raise ArtifactUnusable(f"this is an artifact of the kind {artifact.kind}, not {kind}")  # noqa: TRY301
         artifact.check(weights, geometry)
     except ArtifactUnusable as error:
         structlog.get_logger("worker").warning("artifact_unusable", where=where, why=error.detail)

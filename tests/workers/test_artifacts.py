@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from precis.artifacts import HEADS, Artifact, read
-from precis.errors import InvalidRequest
+from precis.artifacts import HEADS, TRANSFORM, Artifact, read
+from precis.errors import ArtifactUnusable, InvalidRequest
 from precis.wire import keys
 from tests.precis.build import attached
 from tests.stack import Server, running_stack
@@ -50,6 +50,28 @@ def test_damaged_or_foreign_tables_are_not_used(client: Any, tmp_path: Path) -> 
     found = artifacts.find(client, tmp_path, "w", G)
     assert found is not None
     assert found.fingerprint == made(1).fingerprint
+
+
+def test_kinds_are_kept_apart_and_a_transform_must_fit_the_model(client: Any, tmp_path: Path) -> None:
+    heads = (4, 2, 2, 12)
+    shapes = {"mean": heads, "root": (*heads, 12), "axes": (2, 96, 50), "scales": (2, 50)}
+    tables = {name: torch.ones(shape) for name, shape in shapes.items()}
+    good = Artifact(TRANSFORM, ("w",), tables, {})
+    path = artifacts.file_of(tmp_path, "w", TRANSFORM)
+    artifacts.write(path, good)
+    found = artifacts.find(client, tmp_path, "w", G, TRANSFORM)
+    assert found is not None
+    assert found.fingerprint == good.fingerprint
+    assert artifacts.find(client, tmp_path, "w", G) is None
+    artifacts.write(artifacts.file_of(tmp_path, "w"), good)
+    assert artifacts.own(tmp_path, "w", G) is None  # not of this kind
+    for name, shape in (("axes", (3, 96, 50)), ("axes", (2, 90, 50)), ("axes", (2, 96)), ("scales", (2, 49))):
+        wrong = Artifact(TRANSFORM, ("w",), {**tables, name: torch.ones(shape)}, {})
+        with pytest.raises(ArtifactUnusable, match="another model"):
+            wrong.check("w", G)
+    for missing in tables:
+        with pytest.raises(ArtifactUnusable, match="another model"):
+            Artifact(TRANSFORM, ("w",), {n: t for n, t in tables.items() if n != missing}, {}).check("w", G)
 
 
 def test_a_trained_table_replaces_the_measured_one(tmp_path: Path) -> None:

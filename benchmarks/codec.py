@@ -170,9 +170,10 @@ class Judge:
     def __init__(self, served: Served, document: Document, text: Text, whole: Snapshot) -> None:
         raw, ids = served.prompter.raw, document.token_ids.tolist()
         self._served = served
-        self._probes: list[tuple[str, Probe]] = [
-            ("continuation", (raw(text.continuation, begins=False)[:_CONTINUED], 1))
-        ]
+        self._probes: list[tuple[str, Probe]] = []
+        following = raw(text.continuation, begins=False)[:_CONTINUED]
+        if len(following) > 1:
+            self._probes.append(("continuation", (following, 1)))
         for share in _PASSAGES:
             passage = ids[int(len(ids) * share) :][:_PASSAGE]
             asked = [*document.repeat_next[0], *passage[:_GIVEN], *document.repeat_next[1]]
@@ -210,14 +211,14 @@ class Judge:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Means over documents, one line per way and target."""
+    """Means over documents, one line per way and target; at least one document must have a continuation."""
     groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["target"], row["way"]].append(row)
     names = ["continuation_kl", "continuation_top1", "recall_kl", "recall_top1", "answers_kl", "right", "right_full"]
     lines = ["| way | documents | ratio | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 3)]
     for (_, way), own in sorted(groups.items()):
-        cells = [f"{mean(row[name] for row in own):.4f}" for name in names]
+        cells = [f"{mean(row[name] for row in own if name in row):.4f}" for name in names]
         lines.append(f"| {way} | {len(own)} | {mean(row['ratio'] for row in own):.1f}x | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

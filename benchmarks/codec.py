@@ -161,7 +161,8 @@ def rows_of(
         began = time.perf_counter()
         packed = fitted(whole, transform, classes, served.rotary, int(raw / ratio))
         seconds = time.perf_counter() - began
-        yield row(f"tc, {transform.block_layers} layers", ratio, packed, seconds, TransformCodec(transform))
+        size = transform.block_layers
+        yield row(f"tc, {size} layer{'s' if size > 1 else ''}", ratio, packed, seconds, TransformCodec(transform))
 
 
 class Judge:

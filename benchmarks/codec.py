@@ -31,7 +31,6 @@ from precis.axes import measure as fit_to
 from precis.codecs.tc import TransformCodec
 from precis.container import CODECS, Packed, pack, unpack
 from precis.core import Snapshot
-from precis.engine import step
 from precis.full_cache import Document
 from precis.manifest import open_manifest
 from precis.observations.repeat import RepeatAttention
@@ -41,15 +40,13 @@ from precis.prefill import prefill
 from precis.protection import budget_per_head
 from precis.rates import classes_of, fitted
 from precis.selection import score
-from precis.session import Feed, Session
 from precis.transform import Transform
 from precis.wire.messages import Message
-from precis.wire.presets import Compression
+from precis.wire.presets import CODEC_BITS, Compression
 from workers.models import Served, pick_device, pick_dtype, serve
 
 _CONTINUED, _PASSAGE, _GIVEN, _CALIBRATED = 160, 48, 8, 1024
 _PASSAGES = (0.25, 0.62)  # where they begin
-_BITS = 4.6  # of int4, per number
 Probe = tuple[list[int], int]  # tokens, and how many of them are given
 
 
@@ -150,7 +147,7 @@ def rows_of(
         scored = prefill(served.model, served.rotary, document, POLICIES[policy].needs)
         scores = score(scored, POLICIES[policy])
         for ratio in ratios:
-            how = Compression(policy, min(1.0, 16 / _BITS / ratio), "int4")
+            how = Compression(policy, min(1.0, 16 / CODEC_BITS["int4"] / ratio), "int4")
             attempt = Attempt(served.model, served.rotary, document, how, b"", scored, scores)
             packed = pack(attempt.cut(budget_per_head(document.n_tokens, how)), CODECS["int4"], served.rotary)
             yield row(f"{policy} + int4", ratio, packed, 0.0, None)
@@ -201,8 +198,7 @@ class Judge:
 
     def _logs(self, snapshot: Snapshot, probe: Probe) -> Tensor:
         tokens, given = probe
-        logits = step(self._served.model, [Feed(Session.on(snapshot), tokens, all_logits=True)])[0]
-        return logits[given - 1 : -1].log_softmax(-1)
+        return asking.continuation(self._served.model, snapshot, tokens)[given - 1 :]
 
     def _answers(self, snapshot: Snapshot) -> list[asking.Answered]:
         served = self._served

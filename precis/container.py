@@ -62,16 +62,19 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
     Raises:
         ValueError: if the codec cannot carry an entry.
     """
-    size = block_layers(codec)
-    if snapshot.geometry.n_layers % size:
-        raise ValueError(
-            f"the codec {codec.name} takes {size} layers at a time, the model has {snapshot.geometry.n_layers}"
-        )
-    blocks = [
-        block_of(snapshot, range(start, start + size), codec, rotary)
-        for start in range(0, snapshot.geometry.n_layers, size)
-    ]
-    return packed(snapshot, blocks, codec, key)
+    return packed(snapshot, blocks_of(snapshot, codec, rotary), codec, key)
+
+
+def blocks_of(snapshot: Snapshot, codec: Codec, rotary: Rotary) -> list[Block]:
+    """The entries of all layers as a codec takes them.
+
+    Raises:
+        ValueError: if its blocks do not divide the layers.
+    """
+    n_layers, size = snapshot.geometry.n_layers, block_layers(codec)
+    if n_layers % size:
+        raise ValueError(f"the codec {codec.name} takes {size} layers at a time, the model has {n_layers}")
+    return [block_of(snapshot, range(start, start + size), codec, rotary) for start in range(0, n_layers, size)]
 
 
 def block_of(snapshot: Snapshot, layers: range, codec: Codec, rotary: Rotary) -> Block:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from precis.blob import Block, layout_of
+from precis.blob import layout_of
 from precis.codecs.tc import TransformCodec
 from precis.coefficients import MAX_CLASS, Rows, estimated_bytes
-from precis.container import Packed, block_of, packed
+from precis.container import Packed, blocks_of, packed
 from precis.core import Geometry, Prefill, Snapshot
 from precis.errors import BudgetTooSmall
 from precis.families import Rotary
@@ -42,11 +42,14 @@ def fitted(
     Raises:
         BudgetTooSmall: if no step is coarse enough.
     """
-    codec, g = TransformCodec(transform, 1.0, classes.to(torch.int64)), snapshot.geometry
-    size = codec.block_layers
-    layers = [range(start, start + size) for start in range(0, g.n_layers, size)]
-    blocks = [block_of(snapshot, part, codec, rotary) for part in layers]
-    rows = [_rows(codec, block, index, snapshot) for index, block in enumerate(blocks)]
+    codec = TransformCodec(transform, 1.0, classes.to(torch.int64))
+    blocks = blocks_of(snapshot, codec, rotary)
+    rows = [
+        codec.rows(
+            block.keys, block.values, layout_of(block.heads, snapshot.header.n_sink, snapshot.geometry.head_dim, i)
+        )
+        for i, block in enumerate(blocks)
+    ]
     room = float(limit)
     best: Packed | None = None
     for _ in range(6):
@@ -97,14 +100,8 @@ def _importance(full: Prefill) -> Tensor:
     return full.seen(RepeatAttention())[:, g.n_heads :]
 
 
-def _rows(codec: TransformCodec, block: Block, index: int, snapshot: Snapshot) -> Rows:
-    """Evenly spaced rows of a block, as many as an estimate needs."""
-    layout = layout_of(block.heads, snapshot.header.n_sink, snapshot.geometry.head_dim, index)
-    return codec.rows(block.keys, block.values, layout)
-
-
 def _step(rows: list[Rows], room: float) -> float:
-    """The step whose estimated bytes are nearest to `room`."""
+    """The step whose bytes, estimated from evenly spaced rows, are nearest to `room`."""
     apart = max(1, max(len(part.classes) for part in rows) // _ROWS)
     few = [Rows(part.coefficients[::apart], part.classes[::apart], part.scales) for part in rows]
     share = sum(len(part.classes) for part in rows) / max(1, sum(len(part.classes) for part in few))

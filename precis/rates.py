@@ -12,7 +12,7 @@ from precis.blob import layout_of
 from precis.codecs.tc import TransformCodec
 from precis.coefficients import MAX_CLASS, Rows, estimated_bytes
 from precis.container import Packed, blocks_of, packed
-from precis.core import Geometry, Prefill, Snapshot
+from precis.core import Prefill, Snapshot
 from precis.errors import BudgetTooSmall
 from precis.families import Rotary
 from precis.observations.fisher import RepeatGradients
@@ -92,7 +92,7 @@ def classes_of(full: Prefill, block_layers: int) -> Tensor:
 
 def _importance(full: Prefill) -> Tensor:
     """[L, K, T] float32."""
-    g: Geometry = full.geometry
+    g = full.geometry
     if RepeatGradients() in full.observed:
         found = full.seen(RepeatGradients())
         information, squares = found[:, g.n_heads : g.n_heads + g.n_kv_heads], found[:, g.n_heads + g.n_kv_heads :]

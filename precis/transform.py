@@ -20,7 +20,6 @@ from torch import Tensor
 
 RIDGE = 0.02  # share of a Fisher matrix's mean eigenvalue that is added to all
 LOWEST = 1e-6  # share of the mean level below which no head's falls
-NO_SCALE = -128
 _TINY = 1e-30
 
 
@@ -92,7 +91,7 @@ def fit(mean: Tensor, covariance: Tensor, fisher: Tensor, rank: int) -> Transfor
         whitened = whole @ covariance[block] @ whole
         variances, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
         axes.append(vectors.flip(1)[:, :rank])
-        scales.append(torch.log2(variances.flip(0)[:rank].clamp_min(_TINY)).round().clamp(NO_SCALE + 1, 127))
+        scales.append(torch.log2(variances.flip(0)[:rank].clamp_min(_TINY)).round().clamp(-127, 127))
     return Transform(mean, root, torch.linalg.inv(root), torch.stack(axes), torch.stack(scales).to(torch.int8))
 
 
@@ -105,4 +104,5 @@ def _root(fisher: Tensor) -> Tensor:
     symmetric = symmetric + RIDGE * level[..., None, None] * torch.eye(size, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(symmetric)
     roots = values.clamp_min(_TINY).sqrt()
-    return torch.Tensor.float((vectors * roots[..., None, :]) @ vectors.transpose(-1, -2))
+    found: Tensor = (vectors * roots[..., None, :]) @ vectors.transpose(-1, -2)
+    return found.float()

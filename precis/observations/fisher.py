@@ -9,6 +9,7 @@ that nothing of the size of the cache is saved per layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,17 +56,10 @@ class _Observer(Afterwards):
     def finish(self, reading: Reading) -> Tensor:
         full, g = reading.full, reading.full.geometry
         found = torch.zeros(g.n_layers, 2 * g.n_heads + g.n_kv_heads, full.n_tokens, device=full.keys.device)
-        generator = torch.Generator(full.keys.device).manual_seed(self.what.seed)
         start, stop = reading.document.body
-        n_rows = 0
-        for at, last, said in repetitions(reading.document, g, self.what.chunk):
-            store = GradientStore(full, (at, last), found)
-            for offset in range(0, said.shape[0], FORWARD):
-                reading.between("score", at - start + min(offset, last - at), stop - start)
-                part = said[offset : offset + FORWARD]
-                store.run(reading.model, part, offset, generator)
-                n_rows += part.shape[0]
-        reading.between("score", stop - start, stop - start)
+        n_rows = differentiate(
+            reading, self.what.seed, self.what.chunk, lambda chunk: GradientStore(full, chunk, found)
+        )
         maxima, information, squares = found.tensor_split([g.n_heads, g.n_heads + g.n_kv_heads], 1)
         information[..., :start] = 0
         information[..., stop:] = 0
@@ -126,6 +120,29 @@ class GradientStore:
         if not g.evicts(layer, self.full.n_tokens):
             return
         self.found[layer, g.n_heads : g.n_heads + g.n_kv_heads] += of_values.square().sum(-1)
+
+
+def differentiate(reading: Reading, seed: int, chunk: int, store_of: Callable[[tuple[int, int]], GradientStore]) -> int:
+    """Repeat a document, a chunk and its store at a time, and differentiate each forward; the rows differentiated.
+
+    Args:
+        reading: of the document.
+        seed: of the sampling.
+        chunk: tokens repeated at a time.
+        store_of: given start and stop of a chunk, what notes its gradients.
+    """
+    generator = torch.Generator(reading.full.keys.device).manual_seed(seed)
+    start, stop = reading.document.body
+    n_rows = 0
+    for at, last, said in repetitions(reading.document, reading.full.geometry, chunk):
+        store = store_of((at, last))
+        for offset in range(0, said.shape[0], FORWARD):
+            reading.between("score", at - start + min(offset, last - at), stop - start)
+            part = said[offset : offset + FORWARD]
+            store.run(reading.model, part, offset, generator)
+            n_rows += part.shape[0]
+    reading.between("score", stop - start, stop - start)
+    return n_rows
 
 
 def draw(logs: Tensor, generator: torch.Generator) -> Tensor:

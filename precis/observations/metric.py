@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from precis.core import Geometry
 from precis.families import Rotary
 from precis.observations import Afterwards, Reading
-from precis.observations.fisher import FORWARD, GradientStore
-from precis.observations.repeat import SINKS, repetitions
+from precis.observations.fisher import GradientStore, differentiate
+from precis.observations.repeat import CHUNK, SINKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,13 @@ class _Observer(Afterwards):
         full, g = reading.full, reading.full.geometry
         device = full.keys.device
         products = torch.zeros(g.n_layers, 2, g.n_kv_heads, g.head_dim, g.head_dim, device=device)
-        generator = torch.Generator(device).manual_seed(self.what.seed)
-        start, stop = reading.document.body
-        n_rows = 0
-        for at, last, said in repetitions(reading.document, g):
-            unused = torch.zeros(g.n_layers, 2 * g.n_heads, full.n_tokens, device=device)
-            store = _MetricStore(full, (at, last), unused, True, rotary=reading.rotary, products=products)
-            for offset in range(0, said.shape[0], FORWARD):
-                reading.between("score", at - start + min(offset, last - at), stop - start)
-                part = said[offset : offset + FORWARD]
-                store.run(reading.model, part, offset, generator)
-                n_rows += part.shape[0]
-        reading.between("score", stop - start, stop - start)
+        nothing = torch.zeros(0, device=device)  # attention itself is not recorded
+        n_rows = differentiate(
+            reading,
+            self.what.seed,
+            CHUNK,
+            lambda chunk: _MetricStore(full, chunk, nothing, True, rotary=reading.rotary, products=products),
+        )
         return products / max(1, n_rows * (full.n_tokens - SINKS))
 
 
@@ -60,7 +55,11 @@ class _MetricStore(GradientStore):
     """Sums outer products of gradients."""
 
     rotary: Rotary
-    products: Tensor = field(default_factory=lambda: torch.zeros(0))
+    products: Tensor
+
+    def maxima(self, layer: int) -> None:
+        """Nothing is recorded."""
+        return
 
     def note_gradient(self, layer: int, of_keys: Tensor, of_values: Tensor) -> None:
         """Take the gradients [K, T, D] of one forward."""

@@ -230,7 +230,7 @@ def test_the_metric_is_that_of_autograd_through_keys_before_rope(
 ) -> None:
     model, token_ids = attached(**changes), tokens(60)
     g, rotary = model.geometry, Rotary(model, 512)
-    monkeypatch.setattr("precis.observations.metric.FORWARD", 25)
+    monkeypatch.setattr("precis.observations.fisher.FORWARD", 25)
     asked = document(token_ids)
     full = prefill(model, rotary, asked, [RepeatMetric(seed=3)])
     found = full.seen(RepeatMetric(seed=3))

@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.model import located
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Text, from_folder
+from precis.attempt import Attempt
 from precis.axes import measure as fit_to
 from precis.codecs.tc import TransformCodec
 from precis.container import CODECS, Packed, pack, unpack
@@ -34,11 +35,11 @@ from precis.core import Snapshot
 from precis.full_cache import Document
 from precis.manifest import open_manifest
 from precis.observations.repeat import RepeatAttention
-from precis.pipeline import Attempt, document_of
+from precis.pipeline import document_of
 from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import budget_per_head
-from precis.rates import classes_of, fitted
+from precis.rates import Coding, classes_of
 from precis.selection import score
 from precis.transform import Transform
 from precis.wire.messages import Message
@@ -156,7 +157,7 @@ def rows_of(
     classes = classes_of(full, transform.block_layers)
     for ratio in ratios:
         began = time.perf_counter()
-        packed = fitted(whole, transform, classes, served.rotary, int(raw / ratio))
+        packed = Coding.of(whole, transform, classes, served.rotary).within(int(raw / ratio))
         seconds = time.perf_counter() - began
         size = transform.block_layers
         yield row(f"tc, {size} layer{'s' if size > 1 else ''}", ratio, packed, seconds, TransformCodec(transform))

@@ -17,8 +17,8 @@ from torch import Tensor
 from precis.core import Geometry
 from precis.errors import ArtifactUnusable
 from precis.fingerprint import digest
+from precis.wire.presets import HEADS
 
-HEADS, TRANSFORM = "heads", "transform"  # kinds: tables of heads and layers; what `precis.transform` needs
 VERSION = 1
 _FIELD = "precis"
 
@@ -36,7 +36,7 @@ class Artifact:
     """Tables of one model.
 
     Attributes:
-        kind: what the tables are for.
+        kind: what the tables are for: HEADS or TRANSFORM (`precis.wire.presets`).
         weights: digests of the weights that they fit: one model in several dtypes.
         tables: of heads, all float32: retrieval [L, H], how much of its attention a head pays to what is being
             retrieved; importance [L, K], what is lost where a kv head sees the ends of the document only; layer_errors

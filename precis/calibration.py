@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precis.artifacts import HEADS, Artifact
+from precis.artifacts import Artifact
 from precis.attention.dense import attention_weights
 from precis.core import Prefill, Selection, Snapshot, SnapshotHeader
 from precis.engine import step
@@ -24,6 +24,7 @@ from precis.ranking import rank_per_head
 from precis.scorers.compresskv import CompressKV
 from precis.selection import gather
 from precis.session import Feed, Session
+from precis.wire.presets import HEADS
 
 _SINKS, _RECENT = 16, 64  # what an ablated head still sees
 _PACK = 16  # ablated heads in one forward

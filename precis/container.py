@@ -24,17 +24,23 @@ import xxhash
 
 from precis import blob as blob_format
 from precis.blob import Block, layout_of
-from precis.codecs import Codec, block_layers, header_of, reading, tuned
+from precis.codecs import Codec, Layout, block_layers, header_of, reading, tuned
 from precis.codecs.int4 import Int4
 from precis.codecs.int8 import Int8
 from precis.codecs.raw16 import Raw16
+from precis.codecs.tc import TransformCodec
 from precis.core import Geometry, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt, SnapshotStale
-from precis.families import Rotary
+from precis.families import Model, Rotary
 from precis.fingerprint import FORMAT_VERSION
-from precis.manifest import Manifest, seal_of
+from precis.manifest import Manifest, open_manifest, seal_of
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), Int4())}
+
+
+def codecs_of(model: Model) -> Mapping[str, Codec]:
+    """What this model's snapshots can be read with: `tc` where its transform is known."""
+    return CODECS if model.transform is None else {**CODECS, "tc": TransformCodec(model.transform)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +61,23 @@ def pack(snapshot: Snapshot, codec: Codec, rotary: Rotary, key: bytes = b"") -> 
 
     Args:
         snapshot: on any device.
-        codec: one of `CODECS`.
+        codec: one of `codecs_of` a model.
         rotary: of the model; used by codecs that work on keys before RoPE.
         key: seals the manifest, if not empty.
 
     Raises:
         ValueError: if the codec cannot carry an entry.
     """
-    return packed(snapshot, blocks_of(snapshot, codec, rotary), codec, key)
+    blocks = blocks_of(snapshot, codec, rotary)
+    told = layouts_of(snapshot, blocks)
+    codec = tuned(codec, [(block.keys, block.values, layout) for block, layout in zip(blocks, told, strict=True)])
+    return packed(snapshot, blocks, codec, key)
+
+
+def layouts_of(snapshot: Snapshot, blocks: Iterable[Block]) -> list[Layout]:
+    """What a codec is told of each block."""
+    n_sink, dim = snapshot.header.n_sink, snapshot.geometry.head_dim
+    return [layout_of(block.heads, n_sink, dim, index) for index, block in enumerate(blocks)]
 
 
 def blocks_of(snapshot: Snapshot, codec: Codec, rotary: Rotary) -> list[Block]:
@@ -98,12 +113,10 @@ def packed(snapshot: Snapshot, blocks: list[Block], codec: Codec, key: bytes) ->
     Args:
         snapshot: tells counts, header and levels; its keys and values are not looked at.
         blocks: of all layers.
-        codec: one of `CODECS`.
+        codec: tuned to them, if it is one that has to be.
         key: seals the manifest, if not empty.
     """
     header = snapshot.header
-    told = [layout_of(block.heads, header.n_sink, block.keys.shape[1], i) for i, block in enumerate(blocks)]
-    codec = tuned(codec, [(block.keys, block.values, layout) for block, layout in zip(blocks, told, strict=True)])
     written = [blob_format.write(block, i, codec, header.n_tokens, header.n_sink) for i, block in enumerate(blocks)]
     return sealed(snapshot, codec, written, key)
 
@@ -143,6 +156,18 @@ def manifest_of(
         ranks_sum=sums[-1] if snapshot.ranks else "",
         biased=snapshot.bias is not None,
     )
+
+
+def load(model: Model, rotary: Rotary, packed: Packed, fingerprint: str, key: bytes = b"") -> Snapshot:
+    """Bytes -> snapshot on the model's device.
+
+    Raises:
+        SnapshotCorrupt: if a byte is wrong.
+        SnapshotStale: if it is another snapshot than `fingerprint` asks for.
+    """
+    manifest = open_manifest(packed.manifest, key)
+    check_manifest(manifest, model.geometry, fingerprint, codecs_of(model))
+    return unpack(manifest, packed.blobs, model.geometry, rotary, model.device, model.dtype, codecs_of(model))
 
 
 def check_manifest(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from precis.core import Geometry
 from precis.errors import UnsupportedModel
+from precis.transform import Transform
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -28,8 +29,9 @@ class Model:
         decoder: its decoder, without the language-model head.
         attentions: per layer, the attention module.
         digest: hash over weights, config and dtype.
-        tables: measured once of this model (`precis.artifacts`), or none.
-        artifact: their fingerprint, or empty.
+        tables: of heads and layers, measured once of this model (`precis.artifacts`), or none.
+        transform: measured once of this model, or None.
+        artifacts: fingerprints of both, by kind.
     """
 
     hf: Any
@@ -38,7 +40,8 @@ class Model:
     geometry: Geometry
     digest: str
     tables: Mapping[str, Tensor] = field(default_factory=dict)
-    artifact: str = ""
+    transform: Transform | None = None
+    artifacts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

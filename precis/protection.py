@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from precis.errors import BudgetTooSmall, InvalidRequest
 from precis.wire.presets import PRESETS, Compression
 
@@ -79,7 +81,9 @@ def tighter(
         BudgetTooSmall: if the protected tokens do not fit.
     """
     spans = list(spans)
-    fewer = Compression(how.policy, keep_ratio, how.codec, None, None, how.probes)
+    fewer = msgspec.structs.replace(how, keep_ratio=keep_ratio)
+    if how.searches:
+        fewer = msgspec.structs.replace(fewer, max_bytes=None, max_kl=None)
     if not PRESETS[how.policy].nested:
         raise InvalidRequest(f"snapshots of the policy {how.policy} cannot be tightened: upload the document again")
     per_head, now = budget_per_head(n_tokens, fewer), round(kept_ratio * n_tokens)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from precis.blob import layout_of
+from precis.blob import Block
 from precis.codecs.tc import TransformCodec
-from precis.coefficients import MAX_CLASS, Rows, estimated_bytes
-from precis.container import Packed, blocks_of, packed
+from precis.coefficients import MAX_CLASS, Rows, encode, estimated_bytes
+from precis.container import Packed, blocks_of, layouts_of, packed
 from precis.core import Prefill, Snapshot
 from precis.errors import BudgetTooSmall
 from precis.families import Rotary
@@ -20,53 +20,113 @@ from precis.observations.repeat import RepeatAttention
 from precis.transform import Transform
 
 EXPONENT = 0.8  # of a token's importance in its precision; 1 would be right if errors stayed where they are
-_ROWS = 512  # that sizes are estimated from
-_ROUNDS = 14
+_ROWS = 128  # per block that sizes are estimated from
+_ROUNDS = 9  # of halving 30 octaves
+_TRIES = 8
+_FLATTEST = 0.25  # octaves that bytes fall at least when the step grows by one
 _SLACK = 0.01  # share of the limit that may stay unused
 _TINY = 1e-30
 
 
-def fitted(
-    snapshot: Snapshot, transform: Transform, classes: Tensor, rotary: Rotary, limit: int, key: bytes = b""
-) -> Packed:
-    """A snapshot in the finest step whose bytes stay within a limit.
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A snapshot whose coefficients are known, to be coded in any step.
 
-    Args:
+    Attributes:
         snapshot: before any codec.
-        transform: of the model.
-        classes: [B, T], from `classes_of`.
-        rotary: of the model.
-        limit: bytes of the whole: blobs, positions, manifest and levels.
+        codec: with the transform of the model and the classes of the tokens.
+        blocks: of the snapshot, as the codec takes them.
+        rows: their coefficients.
         key: seals the manifest, if not empty.
-
-    Raises:
-        BudgetTooSmall: if no step is coarse enough.
     """
-    codec = TransformCodec(transform, 1.0, classes.to(torch.int64))
-    blocks = blocks_of(snapshot, codec, rotary)
-    rows = [
-        codec.rows(
-            block.keys, block.values, layout_of(block.heads, snapshot.header.n_sink, snapshot.geometry.head_dim, i)
-        )
-        for i, block in enumerate(blocks)
-    ]
-    room = float(limit)
-    best: Packed | None = None
-    for _ in range(6):
-        found = packed(snapshot, blocks, replace(codec, step=_step(rows, room)), key)
-        if found.n_bytes <= limit:
-            best = found
-            if found.n_bytes >= (1 - _SLACK) * limit:
-                break
-        room *= 1 + (limit * (1 - _SLACK / 2) - found.n_bytes) / max(limit, found.n_bytes)
-        if room <= 0:
-            break
-    if best is None:
-        raise BudgetTooSmall(
-            f"{limit} bytes are too few: positions, sinks and tables alone take about as many: allow more",
-            n_bytes=limit,
-        )
-    return best
+
+    snapshot: Snapshot
+    codec: TransformCodec
+    blocks: list[Block]
+    rows: list[Rows]
+    key: bytes
+
+    @staticmethod
+    def of(snapshot: Snapshot, transform: Transform, classes: Tensor, rotary: Rotary, key: bytes = b"") -> Coding:
+        """Take a snapshot's coefficients.
+
+        Args:
+            snapshot: before any codec.
+            transform: of the model.
+            classes: [B, T], from `classes_of`.
+            rotary: of the model.
+            key: seals the manifest, if not empty.
+        """
+        codec = TransformCodec(transform, 1.0, classes.to(torch.int64))
+        blocks = blocks_of(snapshot, codec, rotary)
+        told = zip(blocks, layouts_of(snapshot, blocks), strict=True)
+        rows = [codec.rows(block.keys, block.values, layout) for block, layout in told]
+        return Coding(snapshot, codec, blocks, rows, key)
+
+    def at(self, step: float) -> Packed:
+        """The snapshot in this step.
+
+        Raises:
+            ValueError: if a coefficient is not finite, or beyond 2^24 steps.
+        """
+        codec = replace(self.codec, step=step, coded=encode(self.rows, step))
+        return packed(self.snapshot, self.blocks, codec, self.key)
+
+    def within(self, limit: int) -> Packed:
+        """The snapshot in the finest step whose bytes stay within a limit.
+
+        Args:
+            limit: bytes of the whole: blobs, positions, manifest and levels.
+
+        Raises:
+            BudgetTooSmall: if no step is coarse enough.
+        """
+        octave, slope = self._guess(limit)
+        best: Packed | None = None
+        for _ in range(_TRIES):
+            found = self.at(2.0**octave)
+            if found.n_bytes <= limit:
+                best = found
+                if found.n_bytes >= (1 - _SLACK) * limit:
+                    break
+            octave += math.log2((1 - _SLACK / 2) * limit / found.n_bytes) / slope
+            octave = min(octave, self._largest + MAX_CLASS + 1)
+        if best is None:
+            raise BudgetTooSmall(
+                f"{limit} bytes are too few: positions, sinks and tables alone take about as many: allow more",
+                n_bytes=limit,
+            )
+        return best
+
+    def step_near(self, n_bytes: int) -> float:
+        """The step that gives about so many bytes of coefficients."""
+        return float(2.0 ** self._guess(n_bytes)[0])
+
+    def _guess(self, n_bytes: int) -> tuple[float, float]:
+        """From evenly spaced rows: binary logarithm of the step that gives `n_bytes`, and how they fall with it."""
+        apart = max(1, max(len(part.classes) for part in self.rows) // _ROWS)
+        few = [Rows(part.coefficients[::apart], part.classes[::apart], part.scales) for part in self.rows]
+        share = sum(len(part.classes) for part in self.rows) / max(1, sum(len(part.classes) for part in few))
+
+        def estimated(octave: float) -> float:
+            try:
+                return estimated_bytes(few, 2.0**octave) * share
+            except ValueError:  # too fine to be counted
+                return math.inf
+
+        low, high = self._largest + MAX_CLASS - 29, self._largest + MAX_CLASS + 1
+        for _ in range(_ROUNDS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if estimated(middle) > n_bytes else (low, middle)
+        near, far = estimated(high), estimated(high + 1)
+        slope = math.log2(max(far, _TINY) / near) if 0 < near < math.inf else -1.0
+        return high, min(slope, -_FLATTEST)
+
+    @property
+    def _largest(self) -> float:
+        """Binary logarithm of the largest coefficient."""
+        sizes = [float(part.coefficients.abs().max()) for part in self.rows if part.coefficients.numel()]
+        return math.log2(max([*sizes, _TINY]))
 
 
 def classes_of(full: Prefill, block_layers: int) -> Tensor:
@@ -98,21 +158,3 @@ def _importance(full: Prefill) -> Tensor:
         information, squares = found[:, g.n_heads : g.n_heads + g.n_kv_heads], found[:, g.n_heads + g.n_kv_heads :]
         return (information * squares).sqrt()
     return full.seen(RepeatAttention())[:, g.n_heads :]
-
-
-def _step(rows: list[Rows], room: float) -> float:
-    """The step whose bytes, estimated from evenly spaced rows, are nearest to `room`."""
-    apart = max(1, max(len(part.classes) for part in rows) // _ROWS)
-    few = [Rows(part.coefficients[::apart], part.classes[::apart], part.scales) for part in rows]
-    share = sum(len(part.classes) for part in rows) / max(1, sum(len(part.classes) for part in few))
-    largest = max((float(part.coefficients.abs().max()) for part in rows if part.coefficients.numel()), default=1.0)
-    high = math.log2(max(largest, _TINY)) + MAX_CLASS + 1
-    low = high - 30  # steps below which float32 cannot count
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        try:
-            too_many = estimated_bytes(few, 2**middle) * share > room
-        except ValueError:
-            too_many = True
-        low, high = (middle, high) if too_many else (low, middle)
-    return float(2**high)

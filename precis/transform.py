@@ -21,6 +21,7 @@ from torch import Tensor
 RIDGE = 0.02  # share of a Fisher matrix's mean eigenvalue that is added to all
 LOWEST = 1e-6  # share of the mean level below which no head's falls
 _TINY = 1e-30
+_ROUNDS = 3  # each squares what is left of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Transform:
         root: [L, 2, K, D, D] float32, symmetric square roots of the Fisher matrices.
         inverse: [L, 2, K, D, D] float32, their inverses.
         axes: [B, R, r] float32, orthonormal columns, by falling variance.
-        scales: [B, r] int8: twice the binary logarithm of a coefficient's standard deviation, rounded.
+        scales: [B, r] int8, on the CPU: twice the binary logarithm of a coefficient's standard deviation, rounded.
+        fingerprint: of the artifact that it came from: what was coded by one transform is not decoded by another.
     """
 
     mean: Tensor
@@ -40,6 +42,7 @@ class Transform:
     inverse: Tensor
     axes: Tensor
     scales: Tensor
+    fingerprint: str = ""
 
     @property
     def block_layers(self) -> int:
@@ -63,14 +66,17 @@ class Transform:
         return slice(block * self.block_layers, (block + 1) * self.block_layers)
 
     def tables(self) -> dict[str, Tensor]:
-        """What an artifact holds of it."""
-        return {"mean": self.mean, "root": self.root, "axes": self.axes.half(), "scales": self.scales}
+        """What an artifact holds of it: axes in 8 bits, since nearly the same axes, made orthonormal, are as good."""
+        largest = self.axes.abs().amax(1, keepdim=True).clamp_min(_TINY)
+        axes = (self.axes / largest * 127).round().to(torch.int8)
+        return {"mean": self.mean, "root": self.root, "axes": axes, "scales": self.scales}
 
     @staticmethod
-    def of(tables: Mapping[str, Tensor]) -> Transform:
+    def of(tables: Mapping[str, Tensor], device: torch.device | None = None, fingerprint: str = "") -> Transform:
         """From an artifact's tables."""
-        root = tables["root"]
-        return Transform(tables["mean"], root, torch.linalg.inv(root), tables["axes"].float(), tables["scales"])
+        mean, root, axes = (tables[name].to(device).float() for name in ("mean", "root", "axes"))
+        inverse = torch.linalg.inv(root)
+        return Transform(mean, root, inverse, _orthonormal(axes), tables["scales"].cpu(), fingerprint)
 
 
 def fit(mean: Tensor, covariance: Tensor, fisher: Tensor, rank: int) -> Transform:
@@ -93,6 +99,14 @@ def fit(mean: Tensor, covariance: Tensor, fisher: Tensor, rank: int) -> Transfor
         axes.append(vectors.flip(1)[:, :rank])
         scales.append(torch.log2(variances.flip(0)[:rank].clamp_min(_TINY)).round().clamp(-127, 127))
     return Transform(mean, root, torch.linalg.inv(root), torch.stack(axes), torch.stack(scales).to(torch.int8))
+
+
+def _orthonormal(axes: Tensor) -> Tensor:
+    """The orthonormal columns nearest to [B, R, r] ones that nearly are, by Newton and Schulz."""
+    axes = axes / axes.norm(dim=1, keepdim=True).clamp_min(_TINY)
+    for _ in range(_ROUNDS):
+        axes = 1.5 * axes - 0.5 * axes @ (axes.transpose(1, 2) @ axes)
+    return axes
 
 
 def _root(fisher: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from precis.fingerprint import of_context
 from precis.protection import check_budget, tighter
 from precis.text import ContextPart, Prompter
 from precis.wire.messages import ContextRecord, Message
-from precis.wire.presets import resolve, with_artifact
+from precis.wire.presets import TRANSFORM, resolve, with_artifacts
 from service.records import expired
-from service.schemas import ContextIn, ContextPatch, context_out, kept_ratio
+from service.schemas import CodecIn, ContextIn, ContextPatch, context_out, kept_ratio
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -94,17 +94,20 @@ async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes
         EmptyDocument, ContextTooLong, BudgetTooSmall, InvalidRequest, ModelNotFound: whichever it is.
     """
     compression = wanted.compression
+    messages = _messages(wanted)
+    card = await state.fleet.card(wanted.model)
+    codec = compression.codec
     how = resolve(
         compression.policy or state.settings.default_policy,
         compression.keep_ratio,
-        compression.codec,
+        codec.name if isinstance(codec, CodecIn) else codec,
+        ratio=codec.ratio if isinstance(codec, CodecIn) else None,
         max_bytes=compression.max_bytes,
         max_kl=compression.max_kl,
         probes=compression.probes,
+        transforms=TRANSFORM in card.artifacts,
     )
-    messages = _messages(wanted)
-    card = await state.fleet.card(wanted.model)
-    how = with_artifact(how, card.artifacts)
+    how = with_artifacts(how, card.artifacts)
     prompter = await state.fleet.prompter(card)
     part = await asyncio.to_thread(_part, prompter, wanted, messages)
     n_tokens = len(part.token_ids)

@@ -43,12 +43,19 @@ class MessageIn(BaseModel):
         return Message("system" if self.role == "developer" else self.role, text)
 
 
+class CodecIn(Strict):
+    """A codec with its setting."""
+
+    name: str
+    ratio: float | None = Field(None, description="of tc: how many times smaller than the cache in 16 bits")
+
+
 class CompressionIn(Strict):
     """How to compress; what is left out takes the server's default."""
 
     policy: str | None = None
     keep_ratio: float | None = Field(None, description="share of entries kept, above 0 and at most 1")
-    codec: str | None = None
+    codec: str | CodecIn | None = None
     max_bytes: int | None = Field(None, description="keep as much as fits into so many stored bytes")
     max_kl: float | None = Field(None, description="keep as little as this divergence allows, nats per token")
     probes: list[str] = Field(default_factory=list, description="representative questions, for policies that ask them")

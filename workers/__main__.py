@@ -21,6 +21,7 @@ from precis import native
 from precis.errors import PrecisError
 from precis.wire import logs
 from precis.wire.messages import WorkerRecord
+from precis.wire.presets import HEADS, TRANSFORM
 from workers import artifacts, models
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
@@ -91,10 +92,11 @@ def main() -> int:
     except PrecisError as error:
         log.error("cannot_serve", code=error.code, why=error.detail)  # noqa: TRY400 — a refusal, not a bug
         return 2
-    found = artifacts.find(
-        connect(settings.queue_url), settings.data_dir.expanduser(), served.weights, served.model.geometry
-    )
-    worker = build(settings, served.with_artifact(found))
+    client, data_dir = connect(settings.queue_url), settings.data_dir.expanduser()
+    for kind in (HEADS, TRANSFORM):
+        found = artifacts.find(client, data_dir, served.weights, served.model.geometry, kind)
+        served = served.with_artifact(found)
+    worker = build(settings, served)
 
     def stop(_signal: int, _frame: object) -> None:
         worker.stopping = True

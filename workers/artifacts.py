@@ -9,10 +9,11 @@ import redis
 import structlog
 
 from precis import artifacts
-from precis.artifacts import HEADS, Artifact
+from precis.artifacts import Artifact
 from precis.core import Geometry
 from precis.errors import ArtifactUnusable
 from precis.wire import keys
+from precis.wire.presets import HEADS
 
 _PACKAGED = Path(__file__).parent / "data"
 

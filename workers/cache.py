@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from precis.container import check_manifest, unpack
+from precis.container import check_manifest, codecs_of, unpack
 from precis.core import Snapshot
 from precis.errors import SnapshotError
 from precis.fingerprint import of_context
@@ -86,6 +86,7 @@ class SnapshotCache:
     def _load(self, record: ContextRecord, fingerprint: str) -> Snapshot:
         model = self.served.model
         manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
-        check_manifest(manifest, model.geometry, fingerprint)
+        codecs = codecs_of(model)
+        check_manifest(manifest, model.geometry, fingerprint, codecs)
         blobs = self.store.blobs(record.id, manifest.blob_bytes)
-        return unpack(manifest, blobs, model.geometry, self.served.rotary, model.device, model.dtype)
+        return unpack(manifest, blobs, model.geometry, self.served.rotary, model.device, model.dtype, codecs)

@@ -12,20 +12,20 @@ import redis
 import structlog
 import torch
 
-from precis.container import CODECS, Packed, check_manifest
+from precis.container import Packed, check_manifest, codecs_of, load
 from precis.core import Snapshot, SnapshotHeader
 from precis.errors import ContextNotFound, OutOfMemory, SnapshotError, SnapshotStale
 from precis.fidelity import Fidelity
 from precis.fingerprint import of_context
 from precis.full_cache import Between
 from precis.manifest import open_manifest
-from precis.pipeline import compress, document_of, load
+from precis.pipeline import compress, document_of
 from precis.protection import budget_per_head, count_protected
-from precis.sizes import head_bytes
+from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
 from precis.tighten import tighten
 from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
-from precis.wire.presets import Compression
+from precis.wire.presets import HEADS, TRANSFORM, Compression
 from workers import metrics
 from workers.events import emit
 from workers.models import Served
@@ -139,9 +139,10 @@ class Compressor:
         served = self.served
         if record.tokenizer_digest != served.card.tokenizer_digest:
             raise SnapshotStale("the context was made with another tokenizer or chat template: upload it again")
-        if record.compression.artifact not in ("", served.model.artifact):
+        how, found = record.compression, served.model.artifacts
+        if how.artifact not in ("", found.get(HEADS)) or how.transform not in ("", found.get(TRANSFORM)):
             raise SnapshotStale(
-                "the context was made with other tables of the model than there are now: upload it again"
+                "the context was made with another calibration of the model than there is now: upload it again"
             )
         tokens = self.records.raw_tokens(record.id)
         cut = self.tightened(record, tokens, between)
@@ -170,7 +171,7 @@ class Compressor:
         try:
             manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
             before = of_context(served.card.digest, tokens, manifest.policy)
-            check_manifest(manifest, geometry, before)
+            check_manifest(manifest, geometry, before, codecs_of(served.model))
             n_entries = sum(map(sum, manifest.counts))
             if not manifest.ranked or how.searches or not _looser(manifest.policy, how):
                 return None
@@ -205,6 +206,8 @@ class Compressor:
         """Record what was made; from now on the context can be asked."""
         snapshot, packed, found = made.snapshot, made.packed, made.fidelity
         g = snapshot.geometry
+        codec = codecs_of(self.served.model)[record.compression.codec]
+        heads = head_bytes(snapshot, codec, packed.blobs)
         counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
         self.records.mark(
             record,
@@ -215,8 +218,8 @@ class Compressor:
             fidelity=None if found is None else FidelityRecord(found.kl, found.top1_agreement, found.n_tokens),
             timings={name: round(value, 3) for name, value in timings.items()},
             head_counts=counts,
-            head_bytes=head_bytes(snapshot, CODECS[record.compression.codec]),
-            layer_bytes=[len(blob) for blob in packed.blobs],
+            head_bytes=heads,
+            layer_bytes=layer_bytes(heads, codec, packed.blobs),
         )
         metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
         metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)

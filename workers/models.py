@@ -21,7 +21,9 @@ from precis.fingerprint import digest
 from precis.full_cache import Document
 from precis.prefill import prefill
 from precis.text import Prompter
+from precis.transform import Transform
 from precis.wire.messages import ModelCard
+from precis.wire.presets import TRANSFORM
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _MIN_ROOM = 256  # tokens that a context leaves for query and answer
@@ -45,10 +47,15 @@ class Served:
         """The same model with tables that were checked to be its own."""
         if artifact is None:
             return self
-        tables = {name: table.to(self.model.device) for name, table in artifact.tables.items()}
-        model = replace(self.model, tables=tables, artifact=artifact.fingerprint)
-        card = msgspec.structs.replace(self.card, artifacts={artifact.kind: artifact.fingerprint})
-        return replace(self, model=model, card=card)
+        found = {**self.model.artifacts, artifact.kind: artifact.fingerprint}
+        model = replace(self.model, artifacts=found)
+        if artifact.kind == TRANSFORM:
+            transform = Transform.of(artifact.tables, model.device, artifact.fingerprint)
+            model = replace(model, transform=transform)
+        else:
+            tables = {name: table.to(model.device) for name, table in artifact.tables.items()}
+            model = replace(model, tables=tables)
+        return replace(self, model=model, card=msgspec.structs.replace(self.card, artifacts=found))
 
 
 def gguf_of_default() -> Path:

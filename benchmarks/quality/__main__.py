@@ -26,10 +26,11 @@ from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Question, Text, from_folder
 from benchmarks.quality.report import report
 from benchmarks.quality.ruler import Length, documents
-from precis.container import CODECS, pack
+from precis.attempt import Attempt
+from precis.container import CODECS, load, pack
 from precis.core import Prefill, Snapshot
 from precis.full_cache import Document
-from precis.pipeline import Attempt, document_of, load
+from precis.pipeline import document_of
 from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import budget_per_head

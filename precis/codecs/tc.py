@@ -18,9 +18,12 @@ from torch import Tensor
 
 from precis.codecs import VARIABLE, Layout, Shape
 from precis.coefficients import Coded, Rows, decode, encode, read_tables
+from precis.errors import SnapshotStale
 from precis.positions import Positions
 from precis.quantize import check_encodable, quantize, sink_rows
 from precis.transform import Transform
+
+_MARK_BYTES = 16  # of the fingerprint of a transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class TransformCodec:
 
     @property
     def header(self) -> bytes:
-        """Step and tables."""
-        return self.coded.tables
+        """The transform's fingerprint, step and tables."""
+        return self._mark + self.coded.tables
 
     def tuned(self, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> TransformCodec:
         """With the tables and streams of one snapshot.
@@ -61,10 +64,14 @@ class TransformCodec:
         """With the tables of a stored snapshot.
 
         Raises:
+            SnapshotStale: if another transform was used.
             ValueError: if they cannot be right.
         """
-        step, _ = read_tables(header)
-        return replace(self, step=step, coded=Coded(header, ()))
+        mark, tables = header[:_MARK_BYTES], header[_MARK_BYTES:]
+        step, _ = read_tables(tables)
+        if mark != self._mark:
+            raise SnapshotStale("the snapshot was made with another transform than this model has now")
+        return replace(self, step=step, coded=Coded(tables, ()))
 
     def rows(self, keys: Tensor, values: Tensor, layout: Layout) -> Rows:
         """The coefficients of a block's tokens."""
@@ -73,7 +80,7 @@ class TransformCodec:
         entries = mean.expand(len(tokens), *mean.shape).clone()
         entries[places[0], :, places[1]] = torch.stack([keys, values], 1).float()[~is_sink]
         entries = entries.view(len(tokens), 2, self.block_layers, -1, layout.head_dim).transpose(1, 2)
-        coefficients = self.transform.forward(layout.index, entries.cpu())
+        coefficients = self.transform.forward(layout.index, entries.to(self.transform.axes.device)).cpu()
         if self.classes is None:
             classes = torch.zeros(len(tokens), dtype=torch.int64)
         else:
@@ -112,14 +119,18 @@ class TransformCodec:
         device = parts["stream"].device
         tokens, places, is_sink = _places(layout, device)
         scales = self.transform.scales[layout.index]
-        coefficients = decode(self.header, parts["stream"].cpu().numpy().tobytes(), len(tokens), scales)
-        entries = self.transform.backward(layout.index, coefficients).to(device)
+        coefficients = decode(self.coded.tables, parts["stream"].cpu().numpy().tobytes(), len(tokens), scales)
+        entries = self.transform.backward(layout.index, coefficients.to(self.transform.axes.device)).to(device)
         flat = entries.transpose(2, 3).reshape(len(tokens), -1, 2, layout.head_dim)
         found = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
         sinks = parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
         found[:, is_sink] = sinks
         found[:, ~is_sink] = flat[places[0], places[1]].transpose(0, 1)
         return found[0], found[1]
+
+    @property
+    def _mark(self) -> bytes:
+        return bytes.fromhex(self.transform.fingerprint)[:_MARK_BYTES].ljust(_MARK_BYTES, b"\0")
 
     def _mean(self, layout: Layout) -> Tensor:
         """[2, g * K, D] of a block: what stands for entries that were not kept."""

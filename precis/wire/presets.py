@@ -13,12 +13,14 @@ import msgspec
 from precis.errors import ArtifactMissing, InvalidRequest
 
 CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
-CODEC_NAMES = tuple(CODEC_BITS)
+HEADS, TRANSFORM = "heads", "transform"  # kinds of artifacts: some policies read the first, `tc` the second
+CODEC_NAMES = (*CODEC_BITS, "tc")
 VIEW_NAMES = ("sage", "quest", "cluster")
 TRIM_NAMES = ("gkv", "corm", "slide")
 MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
-DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip-fisher", 0.25, "int4"
-AUTO = "auto"  # the name of the default policy, whichever it is
+DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip-fisher", 0.25, "int4"  # of models without a transform
+DEFAULT_RATIO, MAX_RATIO = 16.0, 1000.0  # of `tc`
+AUTO = "auto"  # everything kept through `tc` where the model has a transform, else the default policy
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -70,14 +72,14 @@ PRESETS: dict[str, Preset] = {
     "compresskv": Preset(
         "keeps what known retrieval heads look at, more where a layer suffers (CompressKV)",
         n_window=8,
-        artifact="heads",
+        artifact=HEADS,
     ),
     "duo": Preset(
         "keeps everything in known retrieval heads, the ends elsewhere (DuoAttention, PruLong)",
         n_sink=16,
         n_window=256,
         window_cap=0.5,
-        artifact="heads",
+        artifact=HEADS,
     ),
     "expected": Preset("keeps what future queries are expected to look at (ExpectedAttention)", nested=True),
     "expected-adakv": Preset("ExpectedAttention with budgets that follow the heads (AdaKV)"),
@@ -118,6 +120,9 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_kl: keep as little as measured fidelity allows, in nats per token, or None.
         probes: representative questions.
         artifact: fingerprint of the model's tables, for policies that read them.
+        ratio: of the cache's bytes in 16 bits to the stored ones, for `tc`; there, `max_bytes` and `max_kl` are other
+            ways to say it, and the kept share is not searched for.
+        transform: fingerprint of the model's transform, for `tc`.
     """
 
     policy: str = DEFAULT_POLICY
@@ -127,16 +132,22 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_kl: float | None = None
     probes: tuple[str, ...] = ()
     artifact: str = ""
+    ratio: float | None = None
+    transform: str = ""
 
     @property
     def searches(self) -> bool:
         """Whether the kept share is searched for."""
-        return self.max_bytes is not None or self.max_kl is not None
+        return self.codec != "tc" and (self.max_bytes is not None or self.max_kl is not None)
 
     def estimated_bytes(self, raw_bytes: int) -> int:
         """About what a cache of `raw_bytes` in 16 bits will take in the store."""
-        ratio = DEFAULT_KEEP_RATIO if self.max_kl is not None else self.keep_ratio
-        estimate = int(raw_bytes * ratio * CODEC_BITS[self.codec] / 16)
+        if self.codec == "tc":
+            share = 1 / (self.ratio or DEFAULT_RATIO)
+        else:
+            kept = DEFAULT_KEEP_RATIO if self.max_kl is not None else self.keep_ratio
+            share = kept * CODEC_BITS[self.codec] / 16
+        estimate = int(raw_bytes * share)
         return estimate if self.max_bytes is None else min(estimate, self.max_bytes)
 
     def parameters(self) -> dict[str, str | int | float]:
@@ -146,71 +157,104 @@ class Compression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "keep_ratio": self.keep_ratio,
             "codec": self.codec,
         }
-        if self.max_bytes is not None:
-            found["max_bytes"] = self.max_bytes
-        if self.max_kl is not None:
-            found["max_kl"] = self.max_kl
+        for name in ("max_bytes", "max_kl", "ratio"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
         if self.probes:
             found["probes"] = hashlib.sha256(msgspec.json.encode(self.probes)).hexdigest()
-        if self.artifact:
-            found["artifact"] = self.artifact
+        for name in ("artifact", "transform"):
+            if value := getattr(self, name):
+                found[name] = value
         return found
 
 
-def with_artifact(how: Compression, artifacts: Mapping[str, str]) -> Compression:
-    """The same compression with the fingerprint of the artifact that its policy reads, if it reads one.
+def with_artifacts(how: Compression, artifacts: Mapping[str, str]) -> Compression:
+    """The same compression with the fingerprints of the artifacts that its policy and its codec read.
 
     Raises:
-        ArtifactMissing: if the model has none.
+        ArtifactMissing: if the model has not all of them.
     """
-    wanted = PRESETS[how.policy].artifact
-    if not wanted:
-        return how
-    if wanted not in artifacts:
-        raise ArtifactMissing(
-            f"the policy {how.policy} needs tables of this model that were not measured yet: run `precis calibrate` "
-            "beside its worker and start it again, or choose another policy"
-        )
-    return msgspec.structs.replace(how, artifact=artifacts[wanted])
+    for_policy, for_codec = PRESETS[how.policy].artifact, TRANSFORM if how.codec == "tc" else ""
+    for user, kind in ((f"policy {how.policy}", for_policy), (f"codec {how.codec}", for_codec)):
+        if kind and kind not in artifacts:
+            raise ArtifactMissing(
+                f"the {user} needs what was not measured of this model yet: run `precis calibrate` beside its worker "
+                f"and start it again, or choose another {user.split()[0]}"
+            )
+    return msgspec.structs.replace(how, artifact=artifacts.get(for_policy, ""), transform=artifacts.get(for_codec, ""))
 
 
-def resolve(
+def resolve(  # noqa: PLR0913 — what a client may say
     policy: str | None = None,
     keep_ratio: float | None = None,
     codec: str | None = None,
     *,
+    ratio: float | None = None,
     max_bytes: int | None = None,
     max_kl: float | None = None,
     probes: Sequence[str] = (),
+    transforms: bool = False,
 ) -> Compression:
     """Fill in defaults and check.
+
+    Args:
+        policy: of `PRESETS`, or `auto`, the default.
+        keep_ratio: share of entries kept.
+        codec: of `CODEC_NAMES`.
+        ratio: for `tc`.
+        max_bytes: of the snapshot.
+        max_kl: nats per token.
+        probes: representative questions.
+        transforms: whether the model has a transform, so that `tc` can be the default.
 
     Raises:
         InvalidRequest: naming what is allowed.
     """
-    policy = DEFAULT_POLICY if policy in (None, AUTO) else str(policy)
+    policy = None if policy == AUTO else policy
+    if codec is None:
+        codec = "tc" if ratio is not None or (transforms and policy is None and keep_ratio is None) else DEFAULT_CODEC
+    if policy is None:
+        policy = "full" if codec == "tc" and keep_ratio in (None, 1.0) else DEFAULT_POLICY
     if policy not in PRESETS:
         raise InvalidRequest(f"there is no policy {policy!r}; choose one of {AUTO}, {', '.join(PRESETS)}")
-    codec = codec or DEFAULT_CODEC
     if codec not in CODEC_NAMES:
         raise InvalidRequest(f"there is no codec {codec!r}; choose one of {', '.join(CODEC_NAMES)}")
-    preset = PRESETS[policy]
-    bounds = {"keep_ratio": keep_ratio, "max_bytes": max_bytes, "max_kl": max_kl}
+    _check_bounds(ratio, max_bytes, max_kl)
+    _check_probes(policy, probes)
+    preset, sizes = PRESETS[policy], {"max_bytes": max_bytes, "max_kl": max_kl}
+    if codec == "tc":
+        _at_most_one({"ratio": ratio, **sizes})
+        ratio = DEFAULT_RATIO if max_bytes is None and max_kl is None and ratio is None else ratio
+        sizes = {}
+    elif ratio is not None:
+        raise InvalidRequest(f"the codec {codec} has one rate: leave ratio out, or choose the codec tc")
+    bounds = {"keep_ratio": keep_ratio, **sizes}
     given = [name for name, value in bounds.items() if value is not None]
-    if not preset.evicts and (max_bytes, max_kl, keep_ratio or 1.0) != (None, None, 1.0):
+    if not preset.evicts and given and bounds != {**dict.fromkeys(bounds), "keep_ratio": 1.0}:
         raise InvalidRequest(f"the policy {policy} keeps everything: leave {given[0]} out, or choose another policy")
-    if len(given) > 1:
-        raise InvalidRequest(f"give one of keep_ratio, max_bytes and max_kl, not {' and '.join(given)}")
+    _at_most_one(bounds)
     if keep_ratio is None:
         keep_ratio = DEFAULT_KEEP_RATIO if preset.evicts and not preset.finds_budget and not given else 1.0
     if not 0 < keep_ratio <= 1:
         raise InvalidRequest(f"keep_ratio is the share of entries kept, above 0 and at most 1, not {keep_ratio}")
+    ratio = None if ratio is None else float(ratio)
+    return Compression(policy, float(keep_ratio), codec, max_bytes, max_kl, tuple(probes), ratio=ratio)
+
+
+def _at_most_one(bounds: Mapping[str, float | None]) -> None:
+    given = [name for name, value in bounds.items() if value is not None]
+    if len(given) > 1:
+        *others, last = bounds
+        raise InvalidRequest(f"give one of {', '.join(others)} and {last}, not {' and '.join(given)}")
+
+
+def _check_bounds(ratio: float | None, max_bytes: int | None, max_kl: float | None) -> None:
+    if ratio is not None and not 1 < ratio <= MAX_RATIO:
+        raise InvalidRequest(f"ratio is how much smaller a snapshot is, above 1 and up to {MAX_RATIO:g}, not {ratio}")
     if max_bytes is not None and max_bytes <= 0:
         raise InvalidRequest(f"max_bytes is the size of the stored snapshot, above 0, not {max_bytes}")
     if max_kl is not None and not 0 < max_kl < float("inf"):
         raise InvalidRequest(f"max_kl is a divergence in nats per token, above 0, not {max_kl}")
-    _check_probes(policy, probes)
-    return Compression(policy, float(keep_ratio), codec, max_bytes, max_kl, tuple(probes))
 
 
 def _check_probes(policy: str, probes: Sequence[str]) -> None:

@@ -15,6 +15,8 @@ from precis.full_cache import Document
 from precis.observations import Observation
 from precis.prefill import prefill
 from precis.selection import gather
+from precis.transform import Transform
+from precis.wire.presets import HEADS, TRANSFORM, Compression, with_artifacts
 from tests.tiny import VOCABULARY, tiny
 
 N_CONTEXT = 150
@@ -26,19 +28,37 @@ def tokens(n: int, seed: int = 1) -> Tensor:
 
 
 def attached(family: str = "llama", **changes: Any) -> Model:
-    """A tiny model with the precis attention, and tables by chance."""
+    """A tiny model with the precis attention, and tables and a transform by chance."""
     return with_tables(attach(tiny(family, **changes)))
 
 
 def with_tables(model: Model) -> Model:
-    """The same model with tables by chance."""
+    """The same model with tables and a transform by chance."""
     g, generator = model.geometry, torch.Generator().manual_seed(5)
     tables = {
         "retrieval": torch.rand(g.n_layers, g.n_heads, generator=generator),
         "importance": torch.rand(g.n_layers, g.n_kv_heads, generator=generator),
         "layer_errors": torch.rand(g.n_layers, generator=generator),
     }
-    return replace(model, tables=tables, artifact="by chance")
+    size = 2 * g.n_kv_heads * g.head_dim
+    axes = torch.linalg.qr(torch.randn(g.n_layers, size, size, generator=generator))[0]
+    heads = torch.eye(g.head_dim).expand(g.n_layers, 2, g.n_kv_heads, -1, -1)
+    scales = torch.zeros(g.n_layers, size, dtype=torch.int8)
+    device = model.device
+    chance = Transform(
+        torch.zeros(heads.shape[:-1], device=device),
+        heads.to(device),
+        heads.to(device),
+        axes.to(device),
+        scales,
+        "c0de",
+    )
+    return replace(model, tables=tables, transform=chance, artifacts={HEADS: "by chance", TRANSFORM: "c0de"})
+
+
+def asked(model: Model, policy: str, keep_ratio: float, codec: str) -> Compression:
+    """A compression with the fingerprints of the model's tables; `tc` at a rate that tiny documents have room for."""
+    return with_artifacts(Compression(policy, keep_ratio, codec, ratio={"tc": 4.0}.get(codec)), model.artifacts)
 
 
 def document(token_ids: Tensor) -> Document:

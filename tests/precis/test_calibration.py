@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from precis import artifacts
-from precis.artifacts import HEADS, Artifact
+from precis.artifacts import Artifact
 from precis.calibration import Sample, ablated, calibrate, retrieved, suffered
 from precis.engine import step
 from precis.errors import ArtifactUnusable
@@ -16,6 +16,7 @@ from precis.families import Rotary
 from precis.observations.window import WindowQueries
 from precis.scorers.compresskv import CompressKV
 from precis.session import Feed, Session
+from precis.wire.presets import HEADS
 from tests.precis.build import attached, cut, read, tokens
 from tests.tiny import tiny
 

@@ -74,11 +74,17 @@ def test_fewer_axes_lose_what_the_others_carried() -> None:
     torch.testing.assert_close(lost.square().sum(), everything[:, 20:].square().sum(), rtol=1e-2, atol=0)
 
 
-def test_tables_of_an_artifact_give_the_same_map() -> None:
+def test_axes_of_an_artifact_are_in_eight_bits_and_still_orthonormal() -> None:
     transform, entries = fitted(), of_block(samples(40, 1), 0)
-    again = Transform.of(transform.tables())
-    torch.testing.assert_close(again.forward(0, entries), transform.forward(0, entries), atol=2e-3, rtol=2e-3)
+    tables = transform.tables()
+    assert tables["axes"].dtype == torch.int8
+    again = Transform.of(tables, fingerprint="ab")
+    products = again.axes.transpose(1, 2) @ again.axes
+    torch.testing.assert_close(products, torch.eye(SIZE).expand_as(products), atol=1e-5, rtol=0)
+    assert float((again.axes * transform.axes).sum(1).min()) > 0.999
+    torch.testing.assert_close(again.backward(0, again.forward(0, entries)), entries, atol=1e-4, rtol=1e-3)
     assert torch.equal(again.scales, transform.scales)
+    assert again.fingerprint == "ab"
 
 
 def rows(n: int = 500, seed: int = 0, r: int = 40) -> list[Rows]:

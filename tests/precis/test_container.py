@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precis.container import CODECS, Packed, check_manifest, pack, unpack
+from precis.container import CODECS, Packed, check_manifest, load, pack, unpack
 from precis.core import Snapshot
 from precis.errors import SnapshotCorrupt, SnapshotError, SnapshotStale
 from precis.families import Model, Rotary, weight_digest
 from precis.manifest import Manifest, open_manifest
-from precis.pipeline import answer, compress, load
+from precis.pipeline import answer, compress
 from precis.sampling import Sampler
 from precis.sizes import head_bytes, packed_bytes
 from precis.wire.presets import resolve
@@ -82,7 +82,7 @@ def test_sizes_are_told_without_encoding(snapshot: Snapshot, codec: str) -> None
 
 
 def test_head_bytes_add_up_to_the_blobs_but_for_padding(snapshot: Snapshot, packed: Packed) -> None:
-    sizes = head_bytes(snapshot, CODECS["int4"])
+    sizes = head_bytes(snapshot, CODECS["int4"], packed.blobs)
     for layer, blob in enumerate(packed.blobs):
         assert sum(sizes[layer]) <= len(blob) <= sum(sizes[layer]) + 16 * 12
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from precis.attention.plug import attach
+from precis.container import load
 from precis.engine import step
 from precis.families import Rotary
-from precis.pipeline import answer, compress, load
+from precis.pipeline import answer, compress
 from precis.sampling import Sampler
 from precis.session import Feed, Session
 from precis.views.sage import SageView
 from precis.wire.presets import CODEC_NAMES, PRESETS, Compression
-from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
+from tests.precis.build import N_CONTEXT, asked, attached, cut, document, read, tokens, with_tables
 from tests.tiny import FAMILIES, tiny
 
 pytestmark = [
@@ -37,8 +38,8 @@ def test_logits_on_the_gpu_equal_those_on_the_cpu(family: str) -> None:
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("policy", PRESETS)
 def test_every_policy_keeps_the_same_entries_and_reloads(policy: str, codec: str) -> None:
-    how = Compression(policy, 0.6 if PRESETS[policy].evicts else 1.0, codec)
-    cpu, gpu = attached(), attach(tiny().cuda())
+    cpu, gpu = attached(), with_tables(attach(tiny().cuda()))
+    how = asked(cpu, policy, 0.6 if PRESETS[policy].evicts else 1.0, codec)
     on_cpu = compress(cpu, Rotary(cpu, 512), document(tokens(N_CONTEXT)), how)
     on_gpu = compress(gpu, Rotary(gpu, 512), document(tokens(N_CONTEXT)), how)
     assert torch.equal(on_gpu.snapshot.positions.cpu(), on_cpu.snapshot.positions)

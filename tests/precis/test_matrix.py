@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from precis.attention.plug import attach
-from precis.container import CODECS
+from precis.container import codecs_of
 from precis.families import Model, Rotary
 from precis.full_cache import Document
 from precis.pipeline import compress
 from precis.policies import POLICIES, VIEWS
 from precis.protection import check_budget
 from precis.wire.presets import CODEC_NAMES, PRESETS, VIEW_NAMES, Compression, resolve
-from tests.precis.build import N_CONTEXT, attached, read, tokens, with_tables
+from tests.precis.build import N_CONTEXT, asked, attached, read, tokens, with_tables
 from tests.tiny import tiny
 
 PROBES = ((21, 22, 23), (24,))
@@ -32,14 +32,14 @@ _PAIRS = [(policy, "int4") for policy in PRESETS] + [
 @pytest.mark.parametrize(("policy", "codec"), _PAIRS)
 def test_policy_and_codec(model: Model, policy: str, codec: str) -> None:
     ratio = {False: 1.0, True: 0.9}[PRESETS[policy].evicts]
-    how = Compression(policy, ratio, codec)
+    how = asked(model, policy, ratio, codec)
     spans = ((0, 6), (145, 150))
     document = Document(tokens(N_CONTEXT), (6, 145), spans, (11, 12), ((14, 15), (16,)), PROBES)
     seen: list[str] = []
     made = compress(model, Rotary(model, 512), document, how, between=lambda stage, *_: seen.append(stage))
     snapshot = made.snapshot
-    kept, asked = snapshot.positions.shape[0], 4 * 2 * check_budget(N_CONTEXT, how, spans)
-    assert {False: kept == asked, True: kept <= asked}[PRESETS[policy].finds_budget]
+    kept, budget = snapshot.positions.shape[0], 4 * 2 * check_budget(N_CONTEXT, how, spans)
+    assert {False: kept == budget, True: kept <= budget}[PRESETS[policy].finds_budget]
     for layer in range(4):
         for head in range(2):
             start, stop = snapshot.bounds(layer, head)
@@ -56,7 +56,7 @@ def test_policy_and_codec(model: Model, policy: str, codec: str) -> None:
 
 def test_presets_policies_and_codecs_have_the_same_names() -> None:
     assert list(POLICIES) == list(PRESETS)
-    assert tuple(CODECS) == CODEC_NAMES
+    assert tuple(codecs_of(attached())) == CODEC_NAMES
     assert tuple(VIEWS) == VIEW_NAMES
     for name, preset in PRESETS.items():
         nested = POLICIES[name].nested is not None and preset.evicts and not preset.window_share
@@ -109,8 +109,8 @@ def test_groups_of_any_size(policy: str, n_heads: int, n_kv_heads: int) -> None:
     document = Document(tokens(150), (0, 150), (), (11, 12), ((14, 15), (16,)), PROBES)
     how = Compression(policy, {False: 1.0, True: 0.9}[PRESETS[policy].evicts], "raw16")
     made = compress(grouped, Rotary(grouped, 512), document, how)
-    kept, asked = made.snapshot.positions.shape[0], 2 * n_kv_heads * check_budget(150, how, ())
-    assert {False: kept == asked, True: 0 < kept <= asked}[PRESETS[policy].finds_budget]
+    kept, budget = made.snapshot.positions.shape[0], 2 * n_kv_heads * check_budget(150, how, ())
+    assert {False: kept == budget, True: 0 < kept <= budget}[PRESETS[policy].finds_budget]
 
 
 @pytest.mark.parametrize("policy", PRESETS)

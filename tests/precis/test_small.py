@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from precis import errors
 from precis.fingerprint import digest, of_context
 from precis.protection import budget_per_head, check_budget, protected_spans
 from precis.sampling import Sampler
-from precis.wire.presets import Compression, resolve
+from precis.wire.presets import Compression, resolve, with_artifacts
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 
@@ -107,6 +108,11 @@ def test_bad_settings_are_refused_with_what_is_allowed(
         ({"max_kl": 0.0}, "above 0"),
         ({"max_kl": float("nan")}, "above 0"),
         ({"policy": "full", "max_kl": 0.1}, "keeps everything: leave max_kl out"),
+        ({"ratio": 1.0}, "above 1"),
+        ({"ratio": float("inf")}, "up to 1000"),
+        ({"ratio": 8, "codec": "int4"}, "one rate: leave ratio out"),
+        ({"ratio": 8, "max_kl": 0.1}, "one of ratio, max_bytes and max_kl"),
+        ({"ratio": 8, "policy": "full", "keep_ratio": 0.5}, "keeps everything: leave keep_ratio out"),
         ({"probes": ["Who?"]}, "asks no probes; probes and kvzip-probes do"),
         ({"policy": "probes", "probes": [" "]}, "1 to 2000 characters"),
         ({"policy": "probes", "probes": ["Who?"] * 33}, "up to 32"),
@@ -130,10 +136,36 @@ def test_bounds_and_probes_are_part_of_what_a_snapshot_is() -> None:
     assert resolve(max_bytes=5000).estimated_bytes(1_000_000) == 5000
 
 
-def test_defaults_are_kvzip_fisher_at_a_quarter_in_int4() -> None:
+def test_defaults_without_a_transform_are_kvzip_fisher_at_a_quarter_in_int4() -> None:
     assert resolve(None, None, None) == Compression("kvzip-fisher", 0.25, "int4")
     assert resolve("auto") == resolve()
     assert resolve("full", None, None).keep_ratio == 1.0
+
+
+def test_with_a_transform_everything_is_kept_at_a_sixteenth_unless_something_else_is_said() -> None:
+    whole = Compression("full", 1.0, "tc", ratio=16.0)
+    assert resolve(transforms=True) == resolve("auto", transforms=True) == resolve(codec="tc") == whole
+    assert resolve(ratio=16) == resolve(keep_ratio=1.0, codec="tc") == whole
+    assert resolve(max_kl=0.1, transforms=True) == Compression("full", 1.0, "tc", None, 0.1)
+    assert resolve(keep_ratio=0.5, transforms=True) == Compression("kvzip-fisher", 0.5, "int4")
+    assert resolve(keep_ratio=0.5, ratio=20) == Compression("kvzip-fisher", 0.5, "tc", ratio=20.0)
+    assert resolve("kvzip", transforms=True) == Compression("kvzip", 0.25, "int4")
+    assert resolve("kvzip", codec="tc", max_bytes=10**5) == Compression("kvzip", 0.25, "tc", 10**5)
+    assert whole.estimated_bytes(1600) == 100
+    assert not resolve(max_kl=0.1, transforms=True).searches
+
+
+def test_a_codec_and_a_policy_name_the_tables_that_they_need() -> None:
+    found = {"heads": "h", "transform": "t"}
+    both = with_artifacts(resolve("duo", 0.5, "tc"), found)
+    assert (both.artifact, both.transform) == ("h", "t")
+    neither = with_artifacts(resolve("kvzip", 0.5, "int4"), found)
+    assert (neither.artifact, neither.transform) == ("", "")
+    with pytest.raises(errors.ArtifactMissing, match=r"the codec tc needs .* choose another codec"):
+        with_artifacts(resolve(codec="tc"), {"heads": "h"})
+    with pytest.raises(errors.ArtifactMissing, match=r"the policy duo needs .* choose another policy"):
+        with_artifacts(resolve("duo"), {"transform": "t"})
+    assert len({msgspec.json.encode(how.parameters()) for how in (both, resolve("duo", 0.5, "tc"))}) == 2
 
 
 def test_every_error_has_its_own_code_and_comes_back_from_it() -> None:

@@ -20,7 +20,7 @@ from precis.families import Model, Rotary
 from precis.manifest import open_manifest, seal_of
 from precis.observations.fisher import RepeatGradients
 from precis.observations.repeat import RepeatAttention
-from precis.rates import classes_of, fitted
+from precis.rates import Coding, classes_of
 from precis.transform import Transform
 from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
 
@@ -159,14 +159,14 @@ def test_the_step_is_found_that_fills_a_limit(
 ) -> None:
     snapshot = kept(model, share)
     classes = torch.randint(-2, 3, (4 // size, N_CONTEXT), generator=torch.Generator().manual_seed(1))
-    errors = []
+    coding, errors = Coding.of(snapshot, transforms[size], classes, rotary, KEY), []
     for limit in (20_000, 12_000):
-        packed = fitted(snapshot, transforms[size], classes, rotary, limit, KEY)
+        packed = coding.within(limit)
         assert 0.95 * limit < packed.n_bytes <= limit
         errors.append(error(reloaded(packed, TransformCodec(transforms[size]), model, rotary), snapshot))
     assert errors[0] < errors[1]
     with pytest.raises(BudgetTooSmall, match="too few"):
-        fitted(snapshot, transforms[size], classes, rotary, 300, KEY)
+        coding.within(300)
 
 
 def test_tokens_that_are_read_more_deserve_more(model: Model) -> None:

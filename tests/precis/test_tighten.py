@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from precis.attempt import Compressed, header_of
+from precis.container import load
 from precis.core import SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.families import Model, Rotary
 from precis.manifest import open_manifest
-from precis.pipeline import Compressed, compress, header_of, load
+from precis.pipeline import compress
 from precis.protection import count_protected
 from precis.ranking import levels_of, rank_per_head
 from precis.tighten import tighten

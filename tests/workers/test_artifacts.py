@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from precis.artifacts import HEADS, TRANSFORM, Artifact, read
+from precis.artifacts import Artifact, read
 from precis.errors import ArtifactUnusable, InvalidRequest
 from precis.wire import keys
+from precis.wire.presets import HEADS, TRANSFORM
 from tests.precis.build import attached
 from tests.stack import Server, running_stack
 from workers import artifacts, models

@@ -1,4 +1,4 @@
-"""`precis calibrate`: measure the tables that some policies read of a model, in a process of its own with torch."""
+"""`precis calibrate`: measure what policies and the codec tc read of a model, in a process of its own with torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ def calibrate(
     data_dir: Annotated[Path, typer.Option(envvar="PRECIS_DATA_DIR", help="where everything is kept")] = Path(
         "~/.local/share/precis"
     ),
-    samples: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 6,
-    length: Annotated[int, typer.Option(min=128, help="tokens of each")] = 512,
-    text: Annotated[Path | None, typer.Option(help="plain text to hide facts in")] = None,
+    documents: Annotated[Path | None, typer.Option(help="a folder of texts of the kind that will be uploaded")] = None,
+    n_documents: Annotated[int, typer.Option(min=1, help="texts to read, evenly from all files")] = 48,
+    length: Annotated[int, typer.Option(min=128, help="tokens of each")] = 1024,
+    block_layers: Annotated[int, typer.Option(min=0, help="layers coded together; 0: as fits the model")] = 0,
     importance: Annotated[Path | None, typer.Option(help="a trained table of kv heads, one line per layer")] = None,
 ) -> None:
-    """Measure once which heads of a model retrieve, for the policies compresskv and duo."""
+    """Measure a model once: the transform of the codec tc, and the heads for the policies compresskv and duo."""
     folder = str(data_dir.expanduser().resolve())
     environment = {**os.environ, "PRECIS_MODEL": model, "PRECIS_DATA_DIR": folder}
     if model == DEFAULT_MODEL:
         subprocess.run([sys.executable, "-m", "workers.unpack", folder], env=environment, check=True)
-    command = [sys.executable, "-m", "workers.calibrate", "--samples", str(samples), "--length", str(length)]
-    command += ["--text", str(text)] if text is not None else []
+    numbers = {"--n-documents": n_documents, "--length": length, "--block-layers": block_layers}
+    command = [sys.executable, "-m", "workers.calibrate", *(str(part) for pair in numbers.items() for part in pair)]
+    command += ["--documents", str(documents)] if documents is not None else []
     command += ["--importance", str(importance)] if importance is not None else []
     raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)

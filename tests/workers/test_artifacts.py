@@ -16,7 +16,8 @@ from precis.wire.presets import HEADS, TRANSFORM
 from tests.precis.build import attached
 from tests.stack import Server, running_stack
 from workers import artifacts, models
-from workers.calibrate import main, samples_of, with_importance
+from workers.calibrate import main, with_importance
+from workers.corpus import samples_of
 
 G = attached().geometry
 
@@ -128,7 +129,7 @@ def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
         stack.start_worker()
         stale = http.post(f"/v1/contexts/{ready['id']}/queries", json={"question": "What?", "max_tokens": 4})
         assert stale.status_code == 409  # it cannot be made again as it was
-        assert "other tables" in stale.json()["detail"]
+        assert "another calibration" in stale.json()["detail"]
 
 
 def test_facts_lie_where_samples_say(tiny_folder: Path) -> None:

@@ -98,6 +98,11 @@ class Coding:
             )
         return best
 
+    @property
+    def least_bytes(self) -> int:
+        """What the coarsest step leaves: positions, sinks, tables and manifest."""
+        return self.at(2.0 ** (self._largest + MAX_CLASS + 1)).n_bytes
+
     def step_near(self, n_bytes: int) -> float:
         """The step that gives about so many bytes of coefficients."""
         return float(2.0 ** self._guess(n_bytes)[0])

@@ -13,6 +13,7 @@ from precis.sizes import packed_bytes
 from precis.wire.presets import DEFAULT_RATIO
 
 _OCTAVES, _RESOLUTION = 6.0, 1 / 8
+_ROOM = 4096  # bytes for the coefficients of the shortest documents
 
 
 def within_bytes(attempt: Attempt, lowest: int, highest: int, limit: int, between: Between) -> Compressed:
@@ -73,6 +74,9 @@ def within_kl(attempt: Attempt, lowest: int, highest: int, limit: float, between
 def transformed(attempt: Attempt, per_head: int, between: Between) -> Compressed:
     """What is kept, through `tc`, in the step that a ratio, a number of bytes or a divergence asks for.
 
+    Of short documents, positions, sinks and tables are most: they are not made as small as a ratio says, but get half
+    of that for their coefficients.
+
     Raises:
         SnapshotStale, BudgetTooSmall, BoundNotReached: see `compress`.
     """
@@ -85,7 +89,8 @@ def transformed(attempt: Attempt, per_head: int, between: Between) -> Compressed
     coding = Coding.of(kept, model.transform, classes, attempt.rotary, attempt.key)
     raw_bytes = model.geometry.raw_bytes(attempt.document.n_tokens)
     if how.max_kl is None:
-        limit = how.max_bytes if how.max_bytes is not None else int(raw_bytes / (how.ratio or DEFAULT_RATIO))
+        room = int(raw_bytes / (how.ratio or DEFAULT_RATIO))
+        limit = how.max_bytes if how.max_bytes is not None else max(room, coding.least_bytes + max(room // 2, _ROOM))
         return attempt.made(coding.within(limit), kept)
 
     def at(step: float) -> Compressed:

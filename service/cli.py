@@ -74,6 +74,7 @@ def put(
     policy: Annotated[str | None, typer.Option(help=", ".join(PRESETS))] = None,
     keep_ratio: Annotated[float | None, typer.Option(help="share of entries kept")] = None,
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
+    ratio: Annotated[float | None, typer.Option(help="for the codec tc: how many times smaller than the cache")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="keep as much as fits into so many bytes")] = None,
     max_kl: Annotated[float | None, typer.Option(help="keep as little as this divergence allows, in nats")] = None,
     probe: Annotated[list[str] | None, typer.Option(help="a representative question; may be repeated")] = None,
@@ -89,7 +90,7 @@ def put(
     how = {
         "policy": policy,
         "keep_ratio": keep_ratio,
-        "codec": codec,
+        "codec": codec if ratio is None else {"name": codec or "tc", "ratio": ratio},
         "max_bytes": max_bytes,
         "max_kl": max_kl,
         "probes": probe or None,

@@ -14,7 +14,7 @@ from precis.errors import ArtifactUnusable, InvalidRequest
 from precis.wire import keys
 from precis.wire.presets import HEADS, TRANSFORM
 from tests.precis.build import attached
-from tests.stack import Server, running_stack
+from tests.stack import Server, Stack, running_stack
 from workers import artifacts, models
 from workers.calibrate import main, with_importance
 from workers.corpus import samples_of
@@ -88,6 +88,11 @@ def test_a_trained_table_replaces_the_measured_one(tmp_path: Path) -> None:
             with_importance(made(), file, attached())
 
 
+def restart(stack: Stack) -> None:
+    stack.kill("worker")
+    stack.start_worker()
+
+
 def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
     tiny_folder: Path,
     tmp_path: Path,
@@ -110,8 +115,17 @@ def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
         assert main(["--samples", "2", "--length", "200"]) == 0
         path = Path(capsys.readouterr().out.splitlines()[0])
         assert path.parent == tmp_path / "artifacts"
-        stack.kill("worker")
-        stack.start_worker()
+        restart(stack)
+        coded = {"codec": {"name": "tc", "ratio": 2}}
+        whole = http.post("/v1/contexts?wait=30", json={**wanted, "compression": coded}).json()
+        assert whole["status"] == "ready", whole
+        assert 1.9 < whole["storage"]["ratio"] < 2.3
+        assert (whole["policy"]["policy"], whole["policy"]["keep_ratio"]) == ("full", 1.0)
+        heads = http.get(f"/v1/contexts/{whole['id']}/heads").json()["layers"]
+        assert sum(head["bytes"] for layer in heads for head in layer["heads"]) < whole["storage"]["stored_bytes"]
+        smaller = http.post("/v1/contexts", json={**wanted, "compression": {"codec": {"name": "int4", "ratio": 2}}})
+        assert smaller.status_code == 422
+        assert "one rate" in smaller.json()["detail"]
         for policy in ("compresskv", "duo"):
             body = {**wanted, "compression": {"policy": policy, "keep_ratio": 0.5}}
             ready = http.post("/v1/contexts?wait=30", json=body).json()
@@ -120,16 +134,24 @@ def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
             assert answer.status_code == 200
         found = read(path.read_bytes())
         artifacts.write(path, replace(found, tables={name: table + 1 for name, table in found.tables.items()}))
-        stack.kill("worker")
-        stack.start_worker()
+        restart(stack)
         asked = http.post(f"/v1/contexts/{ready['id']}/queries", json={"question": "What?", "max_tokens": 4})
         assert asked.headers["x-cache"] == "hit; store"  # the snapshot is as good as it was
         server.client().delete(keys.snapshot(ready["id"]))
-        stack.kill("worker")
-        stack.start_worker()
+        restart(stack)
         stale = http.post(f"/v1/contexts/{ready['id']}/queries", json={"question": "What?", "max_tokens": 4})
         assert stale.status_code == 409  # it cannot be made again as it was
         assert "another calibration" in stale.json()["detail"]
+        kept = http.post(f"/v1/contexts/{whole['id']}/queries", json={"question": "What?", "max_tokens": 4})
+        assert kept.headers["x-cache"] == "hit; store"  # by the transform, which is as it was
+        of_heads, of_transform = path, path.with_name(path.name.replace(HEADS, TRANSFORM))
+        assert of_heads.exists()
+        again = read(of_transform.read_bytes())
+        artifacts.write(of_transform, replace(again, tables={**again.tables, "mean": again.tables["mean"] + 1}))
+        restart(stack)
+        other = http.post(f"/v1/contexts/{whole['id']}/queries", json={"question": "What?", "max_tokens": 4})
+        assert other.status_code == 409
+        assert "another calibration" in other.json()["detail"]
 
 
 def test_facts_lie_where_samples_say(tiny_folder: Path) -> None:

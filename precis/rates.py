@@ -21,7 +21,7 @@ from precis.transform import Transform
 
 EXPONENT = 0.8  # of a token's importance in its precision; 1 would be right if errors stayed where they are
 _ROWS = 128  # per block that sizes are estimated from
-_ROUNDS = 9  # of halving 30 octaves
+_ROUNDS = 9  # of halving 24 octaves
 _TRIES = 8
 _FLATTEST = 0.25  # octaves that bytes fall at least when the step grows by one
 _SLACK = 0.01  # share of the limit that may stay unused
@@ -82,6 +82,7 @@ class Coding:
             BudgetTooSmall: if no step is coarse enough.
         """
         octave, slope = self._guess(limit)
+        finest, coarsest = self._octaves
         best: Packed | None = None
         for _ in range(_TRIES):
             found = self.at(2.0**octave)
@@ -90,7 +91,7 @@ class Coding:
                 if found.n_bytes >= (1 - _SLACK) * limit:
                     break
             octave += math.log2((1 - _SLACK / 2) * limit / found.n_bytes) / slope
-            octave = min(octave, self._largest + MAX_CLASS + 1)
+            octave = min(max(octave, finest), coarsest)
         if best is None:
             raise BudgetTooSmall(
                 f"{limit} bytes are too few: positions, sinks and tables alone take about as many: allow more",
@@ -101,7 +102,7 @@ class Coding:
     @property
     def least_bytes(self) -> int:
         """What the coarsest step leaves: positions, sinks, tables and manifest."""
-        return self.at(2.0 ** (self._largest + MAX_CLASS + 1)).n_bytes
+        return self.at(2.0 ** self._octaves[1]).n_bytes
 
     def step_near(self, n_bytes: int) -> float:
         """The step that gives about so many bytes of coefficients."""
@@ -114,24 +115,22 @@ class Coding:
         share = sum(len(part.classes) for part in self.rows) / max(1, sum(len(part.classes) for part in few))
 
         def estimated(octave: float) -> float:
-            try:
-                return estimated_bytes(few, 2.0**octave) * share
-            except ValueError:  # too fine to be counted
-                return math.inf
+            return estimated_bytes(few, 2.0**octave) * share
 
-        low, high = self._largest + MAX_CLASS - 29, self._largest + MAX_CLASS + 1
+        low, high = self._octaves
         for _ in range(_ROUNDS):
             middle = (low + high) / 2
             low, high = (middle, high) if estimated(middle) > n_bytes else (low, middle)
         near, far = estimated(high), estimated(high + 1)
-        slope = math.log2(max(far, _TINY) / near) if 0 < near < math.inf else -1.0
+        slope = math.log2(max(far, _TINY) / near) if near > 0 else -1.0
         return high, min(slope, -_FLATTEST)
 
     @property
-    def _largest(self) -> float:
-        """Binary logarithm of the largest coefficient."""
+    def _octaves(self) -> tuple[float, float]:
+        """Binary logarithms of the finest step that can be counted with, and of one that makes everything 0."""
         sizes = [float(part.coefficients.abs().max()) for part in self.rows if part.coefficients.numel()]
-        return math.log2(max([*sizes, _TINY]))
+        largest = math.log2(max([*sizes, _TINY])) + MAX_CLASS
+        return largest - 23, largest + 1
 
 
 def classes_of(full: Prefill, block_layers: int) -> Tensor:

@@ -68,7 +68,11 @@ class Artifact:
             ArtifactUnusable: if it is of other weights, or a table has another shape.
         """
         shapes = {name: tuple(table.shape) for name, table in self.tables.items()}
-        wanted = _of_heads(geometry) if self.kind == HEADS else _of_transform(geometry, shapes.get("axes", ()))
+        wanted = (
+            _of_heads(geometry)
+            if self.kind == HEADS
+            else _of_transform(geometry, shapes.get("leading", ()), shapes.get("axes", ()))
+        )
         if weights not in self.weights or shapes != wanted:
             raise ArtifactUnusable("the artifact was measured on another model: run precis calibrate")
 
@@ -84,14 +88,16 @@ def _of_heads(g: Geometry) -> Shapes:
     }
 
 
-def _of_transform(g: Geometry, axes: tuple[int, ...]) -> Shapes:
+def _of_transform(g: Geometry, leading: tuple[int, ...], axes: tuple[int, ...]) -> Shapes:
     """The shapes that go with those of the axes; none where these cannot be the model's."""
-    n_blocks, size, rank = axes if len(axes) == 3 else (0, 0, 0)
+    n_blocks, size, n_leading = leading if len(leading) == 3 else (0, 0, 0)
+    rank = n_leading + (axes[2] if len(axes) == 3 else 0)
     per_layer = 2 * g.n_kv_heads * g.head_dim
     if n_blocks < 1 or g.n_layers % n_blocks or size != g.n_layers // n_blocks * per_layer or not 0 < rank <= size:
         return {}
     heads = (g.n_layers, 2, g.n_kv_heads, g.head_dim)
-    return {"mean": heads, "root": (*heads, g.head_dim), "axes": axes, "scales": (n_blocks, rank)}
+    given = {"leading": (n_blocks, size, n_leading), "axes": (n_blocks, size, rank - n_leading)}
+    return {"mean": heads, "root": (*heads, g.head_dim), **given, "scales": (n_blocks, rank)}
 
 
 def read(data: bytes) -> Artifact:

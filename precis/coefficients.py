@@ -58,6 +58,27 @@ class Coded:
         return len(self.tables) + sum(map(len, self.blocks))
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The quantised coefficients of a block.
+
+    Attributes:
+        symbols: [n, r'] uint8, r' <= r: 128 is 0; 0 stands for the next escape.
+        escapes: int32, levels that no symbol has.
+        steps: [n] float32, the step of each row.
+    """
+
+    symbols: rans.Bytes
+    escapes: NDArray[np.int32]
+    steps: NDArray[np.float32]
+
+    def dense(self) -> Tensor:
+        """Coefficients [n, r'] float32."""
+        levels = torch.from_numpy(self.symbols.astype(np.float32)).sub_(_ZERO)
+        levels[torch.from_numpy(self.symbols == _ESCAPE)] = torch.from_numpy(self.escapes.astype(np.float32))
+        return levels * torch.from_numpy(self.steps)[:, None]
+
+
 def encode(blocks: Sequence[Rows], step: float) -> Coded:
     """Quantise and code.
 
@@ -90,11 +111,12 @@ def encode(blocks: Sequence[Rows], step: float) -> Coded:
     return Coded(head + zlib.compress(tables.astype("<u2").tobytes(), 9), tuple(streams))
 
 
-def decode(tables: bytes, stream: bytes, n: int, scales: Tensor) -> Tensor:
-    """The coefficients [n, r' <= r] of a block, float32; the others are 0.
+def decode(step: float, tables: NDArray[np.uint16], stream: bytes, n: int, scales: Tensor) -> Levels:
+    """The first coefficients of a block; the others are 0.
 
     Args:
-        tables: from `encode`.
+        step: from `read_tables`.
+        tables: from `read_tables`.
         stream: of the block.
         n: rows of the block.
         scales: [r] of the block, from the transform.
@@ -102,28 +124,24 @@ def decode(tables: bytes, stream: bytes, n: int, scales: Tensor) -> Tensor:
     Raises:
         ValueError: if a byte cannot be right.
     """
-    step, found = read_tables(tables)
     if len(stream) < _HEAD.size:
         raise ValueError("a block ends early")
     n_axes, n_classes, n_symbols, n_escapes = _HEAD.unpack_from(stream)
     if n_axes > len(scales) or len(stream) != _HEAD.size + n_classes + n_symbols + 4 * n_escapes:
         raise ValueError("a block has another length than it says")
     at = _HEAD.size
-    classes = rans.decode(stream[at : at + n_classes], np.full(n, _CONTEXTS, np.uint8), found)
+    classes = rans.decode(stream[at : at + n_classes], np.full(n, _CONTEXTS, np.uint8), tables)
     at += n_classes
     if n and int(classes.max()) > 2 * MAX_CLASS:
         raise ValueError("a token has no such class")
     of_tokens = torch.from_numpy(classes.astype(np.int64)) - MAX_CLASS
+    steps = (step * torch.exp2(-of_tokens.float())).numpy()
     contexts = _contexts(of_tokens, scales[:n_axes], _half_octaves(step))
-    symbols = rans.decode(stream[at : at + n_symbols], contexts, found)
-    levels = torch.from_numpy(symbols.astype(np.float32)).sub_(_ZERO)
-    escaped = np.flatnonzero(symbols == _ESCAPE)
-    if len(escaped) != n_escapes:
+    symbols = rans.decode(stream[at : at + n_symbols], contexts, tables)
+    if len(symbols) - np.count_nonzero(symbols) != n_escapes:
         raise ValueError("a block has another number of escapes than it says")
-    levels[torch.from_numpy(escaped)] = torch.from_numpy(
-        np.frombuffer(stream, "<i4", n_escapes, at + n_symbols).astype(np.float32)
-    )
-    return levels.view(n, n_axes) * (step * torch.exp2(-of_tokens.float()))[:, None]
+    escapes = np.frombuffer(stream, "<i4", n_escapes, at + n_symbols).astype(np.int32)
+    return Levels(symbols.reshape(n, n_axes), escapes, steps)
 
 
 def read_tables(data: bytes) -> tuple[float, NDArray[np.uint16]]:
@@ -180,10 +198,11 @@ def _symbols(levels: Tensor) -> tuple[rans.Bytes, NDArray[np.int32]]:
 
 def _contexts(classes: Tensor, scales: Tensor, shift: int) -> rans.Bytes:
     """[n * r'] contexts, by rows."""
-    sizes = scales.cpu().numpy().astype(np.int16) - np.int16(shift) + np.int16(_MIDDLE)
-    found = sizes[None] + 2 * classes.cpu().numpy().astype(np.int16)[:, None]
-    clipped: rans.Bytes = np.clip(found, 0, _CONTEXTS - 1).astype(np.uint8)
-    return clipped.reshape(-1)
+    sizes = scales.cpu().numpy().astype(np.int64) - shift + _MIDDLE
+    every = sizes[None] + 2 * np.arange(-MAX_CLASS, MAX_CLASS + 1)[:, None]
+    of_class: rans.Bytes = np.clip(every, 0, _CONTEXTS - 1).astype(np.uint8)
+    found: rans.Bytes = of_class[classes.cpu().numpy() + MAX_CLASS]
+    return found.reshape(-1)
 
 
 def _counted(symbols: rans.Bytes, contexts: rans.Bytes) -> NDArray[np.int64]:

@@ -7,6 +7,8 @@ are computed from the float16-rounded scale and minimum, so that encoder and dec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,23 @@ def quantize(x: Tensor, n_bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # constant group, or a step below float16
     codes = ((x - low.float().unsqueeze(axis)) / scale.float().unsqueeze(axis)).round_().clamp_(0, steps)
     return codes.to(torch.uint8), scale, low
+
+
+def encode_sinks(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    """Parts of sinks [n, D] at 8 bits per token: their keys are outliers, which would widen every group they are in."""
+    codes, scale, low = quantize(torch.stack([keys, values]), 8, 2)
+    return {"sink_scale": scale, "sink_low": low, "sinks": codes}
+
+
+def sink_shapes(n: int, head_dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of these parts."""
+    per_token = (torch.float16, (2, n))
+    return {"sink_scale": per_token, "sink_low": per_token, "sinks": (torch.uint8, (2, n, head_dim))}
+
+
+def decode_sinks(parts: Mapping[str, Tensor]) -> Tensor:
+    """Keys and values [2, n, D] of sinks."""
+    return parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
 
 
 def channel_group(head_dim: int) -> int:

@@ -3,7 +3,7 @@
 Keys (before RoPE) and values of all heads of `g` layers are one vector x per token. It is centred, each head is
 multiplied with the square root of its Fisher matrix F = E[g g^T], g the gradient of the log-probability of a sampled
 token with respect to the key or value, so that a unit of error costs as much everywhere, and rotated into the principal
-axes of what is left: y = U^T F^(1/2) (x - m).
+axes of what is left: y = U^T F^(1/2) (x - m), and back by x = m + F^(-1/2) U y.
 
 No paper. KVTC (Staniszewski and Lancucki 2025, arXiv:2511.01815) takes principal axes across layers, of keys and of
 values apart, and counts every error alike. Keys and values of one token come from the same hidden states: axes of both
@@ -20,8 +20,8 @@ from torch import Tensor
 
 RIDGE = 0.02  # share of a Fisher matrix's mean eigenvalue that is added to all
 LOWEST = 1e-6  # share of the mean level below which no head's falls
+WIDTH = 16  # floats that the kernel takes at once
 _TINY = 1e-30
-_ROUNDS = 3  # each squares what is left of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,17 @@ class Transform:
     Attributes:
         mean: [L, 2, K, D] float32 of keys before RoPE and of values.
         root: [L, 2, K, D, D] float32, symmetric square roots of the Fisher matrices.
-        inverse: [L, 2, K, D, D] float32, their inverses.
         axes: [B, R, r] float32, orthonormal columns, by falling variance.
+        synthesis: [B, g * 2 * K, r, W] float32: per head, the axes times the inverse root, columns from D on 0; W is D
+            rounded up to a multiple of 16.
         scales: [B, r] int8, on the CPU: twice the binary logarithm of a coefficient's standard deviation, rounded.
         fingerprint: of the artifact that it came from: what was coded by one transform is not decoded by another.
     """
 
     mean: Tensor
     root: Tensor
-    inverse: Tensor
     axes: Tensor
+    synthesis: Tensor
     scales: Tensor
     fingerprint: str = ""
 
@@ -57,26 +58,33 @@ class Transform:
 
     def backward(self, block: int, coefficients: Tensor) -> Tensor:
         """The first coefficients [n, r' <= r] of a block -> entries [n, g, 2, K, D] float32."""
-        layers, (_, _, n_heads, dim) = self._layers(block), self.mean.shape
-        whitened = coefficients @ self.axes[block, :, : coefficients.shape[1]].T
-        whitened = whitened.view(-1, self.block_layers, 2, n_heads, dim)
-        return torch.einsum("nlckd,lckde->nlcke", whitened, self.inverse[layers]) + self.mean[layers]
+        dim, n_axes = self.mean.shape[-1], coefficients.shape[1]
+        heads = coefficients @ self.synthesis[block, :, :n_axes, :dim]
+        mean = self.mean[self._layers(block)]
+        return heads.transpose(0, 1).view(-1, *mean.shape) + mean
 
     def _layers(self, block: int) -> slice:
         return slice(block * self.block_layers, (block + 1) * self.block_layers)
 
     def tables(self) -> dict[str, Tensor]:
-        """What an artifact holds of it: axes in 8 bits, since nearly the same axes, made orthonormal, are as good."""
-        largest = self.axes.abs().amax(1, keepdim=True).clamp_min(_TINY)
-        axes = (self.axes / largest * 127).round().to(torch.int8)
-        return {"mean": self.mean, "root": self.root, "axes": axes, "scales": self.scales}
+        """What an artifact holds of it.
+
+        Nearly the same axes, made orthonormal, are as good, so that 8 bits suffice; but not of the leading ones, along
+        which entries vary so much that what a wrong axis misses is more than a step.
+        """
+        n_leading = leading_axes(self.axes.shape[2])
+        leading, rest = self.axes[:, :, :n_leading].half(), self.axes[:, :, n_leading:]
+        largest = rest.abs().amax(1, keepdim=True).clamp_min(_TINY)
+        axes = (rest / largest * 127).round().to(torch.int8)
+        return {"mean": self.mean, "root": self.root, "leading": leading, "axes": axes, "scales": self.scales}
 
     @staticmethod
     def of(tables: Mapping[str, Tensor], device: torch.device | None = None, fingerprint: str = "") -> Transform:
         """From an artifact's tables."""
-        mean, root, axes = (tables[name].to(device).float() for name in ("mean", "root", "axes"))
-        inverse = torch.linalg.inv(root)
-        return Transform(mean, root, inverse, _orthonormal(axes), tables["scales"].cpu(), fingerprint)
+        mean, root, leading, rest = (tables[name].to(device).float() for name in ("mean", "root", "leading", "axes"))
+        rest = rest / rest.norm(dim=1, keepdim=True).clamp_min(_TINY)
+        axes = _orthonormal(torch.cat([leading, rest], 2))
+        return _made(mean, root, axes, tables["scales"].cpu(), fingerprint)
 
 
 def fit(mean: Tensor, covariance: Tensor, fisher: Tensor, rank: int) -> Transform:
@@ -98,15 +106,28 @@ def fit(mean: Tensor, covariance: Tensor, fisher: Tensor, rank: int) -> Transfor
         variances, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
         axes.append(vectors.flip(1)[:, :rank])
         scales.append(torch.log2(variances.flip(0)[:rank].clamp_min(_TINY)).round().clamp(-127, 127))
-    return Transform(mean, root, torch.linalg.inv(root), torch.stack(axes), torch.stack(scales).to(torch.int8))
+    return _made(mean, root, torch.stack(axes), torch.stack(scales).to(torch.int8))
+
+
+def _made(mean: Tensor, root: Tensor, axes: Tensor, scales: Tensor, fingerprint: str = "") -> Transform:
+    """With the way back."""
+    (n_blocks, _, rank), dim = axes.shape, mean.shape[-1]
+    inverse = torch.linalg.inv(root).reshape(n_blocks, -1, dim, dim)
+    heads = axes.reshape(n_blocks, -1, dim, rank).transpose(2, 3) @ inverse
+    synthesis = torch.nn.functional.pad(heads, (0, -dim % WIDTH))
+    return Transform(mean, root, axes, synthesis, scales, fingerprint)
+
+
+def leading_axes(rank: int) -> int:
+    """How many of `rank` axes are stored in 16 bits."""
+    return min(rank, max(64, rank // 8))
 
 
 def _orthonormal(axes: Tensor) -> Tensor:
-    """The orthonormal columns nearest to [B, R, r] ones that nearly are, by Newton and Schulz."""
-    axes = axes / axes.norm(dim=1, keepdim=True).clamp_min(_TINY)
-    for _ in range(_ROUNDS):
-        axes = 1.5 * axes - 0.5 * axes @ (axes.transpose(1, 2) @ axes)
-    return axes
+    """Orthonormal columns for [B, R, r] ones that nearly are: each as it was, less what those before it have."""
+    made, upper = torch.linalg.qr(axes)
+    found: Tensor = made * upper.diagonal(dim1=-1, dim2=-2).sign()[:, None]
+    return found
 
 
 def _root(fisher: Tensor) -> Tensor:

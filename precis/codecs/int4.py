@@ -18,9 +18,12 @@ from precis.quantize import (
     by_channel_groups,
     channel_group,
     check_encodable,
+    decode_sinks,
+    encode_sinks,
     pack4,
     quantize,
     sink_rows,
+    sink_shapes,
     token_groups,
     unpack4,
 )
@@ -44,9 +47,7 @@ class Int4:
             "key_low": (torch.float16, (n_groups, d)),
             "value_scale": (torch.float16, (n - n_sink, per_token)),
             "value_low": (torch.float16, (n - n_sink, per_token)),
-            "sink_scale": (torch.float16, (2, n_sink)),
-            "sink_low": (torch.float16, (2, n_sink)),
-            "sinks": (torch.uint8, (2, n_sink, d)),
+            **sink_shapes(n_sink, d),
             "keys": (torch.uint8, (n - n_sink, d // 2)),
             "values": (torch.uint8, (n - n_sink, d // 2)),
         }
@@ -63,7 +64,7 @@ class Int4:
         check_encodable(keys)
         check_encodable(values)
         is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
-        sinks, sink_scale, sink_low = quantize(torch.stack([keys[is_sink], values[is_sink]]), 8, 2)
+        sinks = encode_sinks(keys[is_sink], values[is_sink])
         keys, values = keys[~is_sink], values[~is_sink]
         members, group = token_groups(_rest(layout), keys.device)
         codes, key_scale, key_low = quantize(keys[members], 4, 1)
@@ -75,9 +76,7 @@ class Int4:
             "key_low": key_low,
             "value_scale": value_scale,
             "value_low": value_low,
-            "sink_scale": sink_scale,
-            "sink_low": sink_low,
-            "sinks": sinks,
+            **sinks,
             "keys": pack4(codes[group, inside]),
             "values": pack4(value_codes.reshape(values.shape)),
         }
@@ -88,8 +87,7 @@ class Int4:
         is_sink = sink_rows(layout.counts, layout.sinks, device)
         _, group = token_groups(_rest(layout), device)
         keys, values = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
-        sinks = parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
-        keys[is_sink], values[is_sink] = sinks[0], sinks[1]
+        keys[is_sink], values[is_sink] = decode_sinks(parts)
         keys[~is_sink] = (
             unpack4(parts["keys"]).float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
         )

@@ -14,15 +14,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from precis.codecs import VARIABLE, Layout, Shape
 from precis.coefficients import Coded, Rows, decode, encode, read_tables
 from precis.errors import SnapshotStale
 from precis.positions import Positions
-from precis.quantize import check_encodable, quantize, sink_rows
+from precis.quantize import check_encodable, decode_sinks, encode_sinks, sink_rows, sink_shapes
+from precis.synthesis import synthesize
 from precis.transform import Transform
 
+_NONE = np.zeros((0, 0), np.uint16)
 _MARK_BYTES = 16  # of the fingerprint of a transform
 
 
@@ -34,6 +37,8 @@ class TransformCodec:
         transform: of the model.
         step: of a token of class 0; needed for encoding.
         classes: [B, T] int, per block and token, -8 to 8, or None for all 0; needed for encoding.
+        coded: one snapshot's streams.
+        tables: step and frequencies of a stored snapshot.
     """
 
     transform: Transform
@@ -42,6 +47,7 @@ class TransformCodec:
     name: str = "tc"
     pre_rope: bool = True
     coded: Coded = field(default_factory=lambda: Coded(b"", ()))
+    tables: tuple[float, NDArray[np.uint16]] = (1.0, _NONE)
 
     @property
     def block_layers(self) -> int:
@@ -68,34 +74,31 @@ class TransformCodec:
             ValueError: if they cannot be right.
         """
         mark, tables = header[:_MARK_BYTES], header[_MARK_BYTES:]
-        step, _ = read_tables(tables)
+        read = read_tables(tables)
         if mark != self._mark:
             raise SnapshotStale("the snapshot was made with another transform than this model has now")
-        return replace(self, step=step, coded=Coded(tables, ()))
+        return replace(self, step=read[0], coded=Coded(tables, ()), tables=read)
 
     def rows(self, keys: Tensor, values: Tensor, layout: Layout) -> Rows:
         """The coefficients of a block's tokens."""
-        tokens, places, is_sink = _places(layout, keys.device)
+        tokens, kept = _tokens(layout)
+        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
         mean = self._mean(layout).to(keys.device)
         entries = mean.expand(len(tokens), *mean.shape).clone()
-        entries[places[0], :, places[1]] = torch.stack([keys, values], 1).float()[~is_sink]
+        rows = torch.from_numpy(np.concatenate(kept)).long().to(keys.device)
+        heads = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor([len(own) for own in kept]))
+        entries[rows, :, heads.to(keys.device)] = torch.stack([keys, values], 1).float()[~is_sink]
         entries = entries.view(len(tokens), 2, self.block_layers, -1, layout.head_dim).transpose(1, 2)
         coefficients = self.transform.forward(layout.index, entries.to(self.transform.axes.device)).cpu()
         if self.classes is None:
             classes = torch.zeros(len(tokens), dtype=torch.int64)
         else:
             classes = self.classes[layout.index].cpu()[torch.from_numpy(tokens).long()]
-        return Rows(coefficients, classes, self.transform.scales[layout.index])
+        return Rows(coefficients, classes, self._scales(layout))
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Sinks as int4 has them, then the stream."""
-        n_sink = sum(layout.sinks)
-        return {
-            "sink_scale": (torch.float16, (2, n_sink)),
-            "sink_low": (torch.float16, (2, n_sink)),
-            "sinks": (torch.uint8, (2, n_sink, layout.head_dim)),
-            "stream": (torch.uint8, VARIABLE),
-        }
+        return {**sink_shapes(sum(layout.sinks), layout.head_dim), "stream": (torch.uint8, VARIABLE)}
 
     def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Sinks at 8 bits, and the stream that `tuned` made.
@@ -104,11 +107,10 @@ class TransformCodec:
             ValueError: if a sink is not finite or beyond float16.
         """
         is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
-        both = torch.stack([keys[is_sink], values[is_sink]]).float()
-        check_encodable(both)
-        sinks, scale, low = quantize(both, 8, 2)
+        check_encodable(keys[is_sink])
+        check_encodable(values[is_sink])
         stream = torch.from_numpy(np.frombuffer(self.coded.blocks[layout.index], np.uint8).copy())
-        return {"sink_scale": scale, "sink_low": low, "sinks": sinks, "stream": stream}
+        return {**encode_sinks(keys[is_sink].float(), values[is_sink].float()), "stream": stream}
 
     def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
         """Within about half a step of each coefficient.
@@ -117,16 +119,18 @@ class TransformCodec:
             ValueError: if the stream cannot be right.
         """
         device = parts["stream"].device
-        tokens, places, is_sink = _places(layout, device)
-        scales = self.transform.scales[layout.index]
-        coefficients = decode(self.coded.tables, parts["stream"].cpu().numpy().tobytes(), len(tokens), scales)
-        entries = self.transform.backward(layout.index, coefficients.to(self.transform.axes.device)).to(device)
-        flat = entries.transpose(2, 3).reshape(len(tokens), -1, 2, layout.head_dim)
-        found = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
-        sinks = parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
-        found[:, is_sink] = sinks
-        found[:, ~is_sink] = flat[places[0], places[1]].transpose(0, 1)
-        return found[0], found[1]
+        tokens, rows = _tokens(layout)
+        levels = decode(*self.tables, parts["stream"].cpu().numpy().tobytes(), len(tokens), self._scales(layout))
+        keys, values = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
+        ends = np.cumsum(layout.counts).tolist()
+        starts = [end - len(own) for end, own in zip(ends, rows, strict=True)]
+        synthesize(self.transform, layout.index, levels, rows, starts, keys, values)
+        is_sink = sink_rows(layout.counts, layout.sinks, device)
+        keys[is_sink], values[is_sink] = decode_sinks(parts)
+        return keys, values
+
+    def _scales(self, layout: Layout) -> Tensor:
+        return self.transform.scales[layout.index]
 
     @property
     def _mark(self) -> bytes:
@@ -138,11 +142,8 @@ class TransformCodec:
         return self.transform.mean[first : first + self.block_layers].transpose(0, 1).flatten(1, 2)
 
 
-def _places(layout: Layout, device: torch.device) -> tuple[Positions, tuple[Tensor, Tensor], Tensor]:
-    """Tokens that some head kept, besides sinks; row and head of each other entry; which entries are sinks."""
+def _tokens(layout: Layout) -> tuple[Positions, list[NDArray[np.int32]]]:
+    """Tokens that some head kept, besides sinks; per head, which of them it keeps."""
     later = [head[n_sink:] for head, n_sink in zip(layout.heads, layout.sinks, strict=True)]
     tokens = np.unique(np.concatenate(later))
-    rows = torch.from_numpy(np.concatenate([np.searchsorted(tokens, head) for head in later])).to(device)
-    sizes = torch.tensor([len(head) for head in later])
-    heads = torch.repeat_interleave(torch.arange(len(later)), sizes).to(device)
-    return tokens, (rows, heads), sink_rows(layout.counts, layout.sinks, device)
+    return tokens, [np.searchsorted(tokens, head).astype(np.int32) for head in later]

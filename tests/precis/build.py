@@ -44,15 +44,14 @@ def with_tables(model: Model) -> Model:
     axes = torch.linalg.qr(torch.randn(g.n_layers, size, size, generator=generator))[0]
     heads = torch.eye(g.head_dim).expand(g.n_layers, 2, g.n_kv_heads, -1, -1)
     scales = torch.zeros(g.n_layers, size, dtype=torch.int8)
-    device = model.device
-    chance = Transform(
-        torch.zeros(heads.shape[:-1], device=device),
-        heads.to(device),
-        heads.to(device),
-        axes.to(device),
-        scales,
-        "c0de",
-    )
+    given = {
+        "mean": torch.zeros(heads.shape[:-1]),
+        "root": heads,
+        "leading": axes,
+        "axes": axes[:, :, :0],
+        "scales": scales,
+    }
+    chance = Transform.of(given, model.device, "c0de")
     return replace(model, tables=tables, transform=chance, artifacts={HEADS: "by chance", TRANSFORM: "c0de"})
 
 

@@ -56,7 +56,7 @@ def test_damaged_or_foreign_tables_are_not_used(client: Any, tmp_path: Path) -> 
 
 def test_kinds_are_kept_apart_and_a_transform_must_fit_the_model(client: Any, tmp_path: Path) -> None:
     heads = (4, 2, 2, 12)
-    shapes = {"mean": heads, "root": (*heads, 12), "axes": (2, 96, 50), "scales": (2, 50)}
+    shapes = {"mean": heads, "root": (*heads, 12), "leading": (2, 96, 20), "axes": (2, 96, 30), "scales": (2, 50)}
     tables = {name: torch.ones(shape) for name, shape in shapes.items()}
     good = Artifact(TRANSFORM, ("w",), tables, {})
     path = artifacts.file_of(tmp_path, "w", TRANSFORM)
@@ -67,7 +67,7 @@ def test_kinds_are_kept_apart_and_a_transform_must_fit_the_model(client: Any, tm
     assert artifacts.find(client, tmp_path, "w", G) is None
     artifacts.write(artifacts.file_of(tmp_path, "w"), good)
     assert artifacts.own(tmp_path, "w", G) is None  # not of this kind
-    for name, shape in (("axes", (3, 96, 50)), ("axes", (2, 90, 50)), ("axes", (2, 96)), ("scales", (2, 49))):
+    for name, shape in (("axes", (3, 96, 30)), ("leading", (2, 90, 20)), ("axes", (2, 96)), ("scales", (2, 49))):
         wrong = Artifact(TRANSFORM, ("w",), {**tables, name: torch.ones(shape)}, {})
         with pytest.raises(ArtifactUnusable, match="another model"):
             wrong.check("w", G)

@@ -25,8 +25,8 @@ import xxhash
 from precis import blob as blob_format
 from precis.blob import Block, layout_of
 from precis.codecs import Codec, Layout, block_layers, header_of, reading, tuned
-from precis.codecs.int4 import Int4
 from precis.codecs.int8 import Int8
+from precis.codecs.kivi import Kivi
 from precis.codecs.raw16 import Raw16
 from precis.codecs.tc import TransformCodec
 from precis.core import Geometry, Snapshot, SnapshotHeader
@@ -35,7 +35,8 @@ from precis.families import Model, Rotary
 from precis.fingerprint import FORMAT_VERSION
 from precis.manifest import Manifest, open_manifest, seal_of
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), Int4())}
+_KIVI = (Kivi("int4", 4), Kivi("int4-hadamard", 4, rotated=True), Kivi("int3", 3), Kivi("int2", 2, 32))
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), *_KIVI)}
 
 
 def codecs_of(model: Model) -> Mapping[str, Codec]:
@@ -222,28 +223,29 @@ def unpack(
     Raises:
         SnapshotCorrupt: if a blob is missing, damaged or of a wrong length.
     """
-    keys, values, positions, biases = [], [], [], []
+    counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, 0)])
+    keys, values = torch.empty(2, int(offsets[-1]), geometry.head_dim, dtype=dtype, device=device)
+    positions, biases, at = [], [], 0
     received, codec = iter(blobs), reader_of(manifest, codecs)
     for index in range(len(manifest.blob_bytes)):
         block = read_block(manifest, index, next(received, b""), codec, device)
         found = torch.from_numpy(np.concatenate(block.heads)).to(device)
-        key = block.keys
-        if codec.pre_rope:
-            layers = range(index * manifest.block_layers, (index + 1) * manifest.block_layers)
-            sizes = [sum(manifest.counts[layer]) for layer in layers]
-            parts = zip(layers, key.split(sizes), found.split(sizes), strict=True)  # type: ignore[no-untyped-call]
-            key = torch.cat([rotary.redo(layer, part, places) for layer, part, places in parts])
-        keys.append(key.to(dtype))
-        values.append(block.values.to(dtype))
+        stop = at + len(found)
+        values[at:stop] = block.values
+        layers = range(index * manifest.block_layers, (index + 1) * manifest.block_layers)
+        sizes = [sum(manifest.counts[layer]) for layer in layers]
+        parts = zip(layers, block.keys.split(sizes), found.split(sizes), strict=True)  # type: ignore[no-untyped-call]
+        for layer, part, places in parts:
+            keys[at : at + len(part)] = rotary.redo(layer, part, places) if codec.pre_rope else part
+            at += len(part)
         positions.append(found)
         biases += [] if block.bias is None else [block.bias]
-    counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
     header = SnapshotHeader(
         manifest.fingerprint, manifest.n_tokens, manifest.next_position, manifest.n_sink, manifest.policy
     )
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, 0)])
     bias = torch.cat(biases) if biases else None
-    return Snapshot(geometry, header, torch.cat(keys), torch.cat(values), torch.cat(positions), offsets, bias=bias)
+    return Snapshot(geometry, header, keys, values, torch.cat(positions), offsets, bias=bias)
 
 
 def reader_of(manifest: Manifest, codecs: Mapping[str, Codec] = CODECS) -> Codec:

@@ -216,7 +216,8 @@ class Rotary:
         cos_table, sin_table = self._table(layer)
         index = positions.long()
         cos, sin = cos_table[index][None], sin_table[index][None] * sign
-        turned = self._apply(keys[None, None], keys[None, None], cos, sin)[1][0, 0]
+        no_query = keys.new_empty(1, 0, *keys.shape)
+        turned = self._apply(no_query, keys[None, None], cos, sin)[1][0, 0]
         if sign < 0 and not scaled:  # YaRN and longrope multiply cos and sin by a factor: undo it as well
             turned[..., : cos.shape[-1]] /= float(getattr(self._embedding, "attention_scaling", 1.0)) ** 2
         return turned  # type: ignore[no-any-return]

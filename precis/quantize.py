@@ -1,4 +1,4 @@
-"""Min-max quantisation of ragged groups, and packing of 4-bit codes.
+"""Min-max quantisation of ragged groups, packing of codes, and Hadamard rotation.
 
 The layout of KIVI (Liu et al. 2024, arXiv:2402.02750): keys per channel over groups of tokens, values per token over
 groups of channels. Differs from the paper: a head's last, short group is quantised too, not kept in 16 bits. Codes
@@ -62,48 +62,81 @@ def decode_sinks(parts: Mapping[str, Tensor]) -> Tensor:
     return parts["sinks"].float() * parts["sink_scale"].float()[..., None] + parts["sink_low"].float()[..., None]
 
 
-def channel_group(head_dim: int) -> int:
-    """Channels per group of a value: 64 where it divides the head dim, else the largest divisor below."""
-    return next(size for size in range(min(GROUP, head_dim), 0, -1) if head_dim % size == 0)
+def channel_group(head_dim: int, limit: int = GROUP) -> int:
+    """Channels per group of a value: `limit` where it divides the head dim, else the largest divisor below."""
+    return next(size for size in range(min(limit, head_dim), 0, -1) if head_dim % size == 0)
 
 
-def by_channel_groups(values: Tensor) -> Tensor:
+def by_channel_groups(values: Tensor, limit: int = GROUP) -> Tensor:
     """[n, D] -> [n, groups, channels per group]; n may be 0."""
-    size = channel_group(values.shape[1])
+    size = channel_group(values.shape[1], limit)
     return values.reshape(values.shape[0], values.shape[1] // size, size)
 
 
-def token_groups(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cut each head's tokens into groups of 64.
+def token_groups(counts: tuple[int, ...], device: torch.device, size: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Cut each head's tokens into groups.
 
     Args:
         counts: tokens per head, heads stored one after the other.
         device: of the result.
+        size: tokens of a group.
 
     Returns:
-        members [groups, 64] int64, indices of tokens, a short group's last token repeated; group [tokens] int64.
+        members [groups, size] int64, indices of tokens, a short group's last token repeated; group [tokens] int64.
     """
     per_head = torch.tensor(counts, dtype=torch.int64)
     starts = torch.cumsum(per_head, 0) - per_head
-    n_groups = (per_head + GROUP - 1) // GROUP
+    n_groups = (per_head + size - 1) // size
     head = torch.repeat_interleave(torch.arange(len(counts)), n_groups)
     inside = torch.arange(int(n_groups.sum())) - torch.repeat_interleave(torch.cumsum(n_groups, 0) - n_groups, n_groups)
-    first = starts[head] + inside * GROUP
+    first = starts[head] + inside * size
     last = starts[head] + per_head[head] - 1
-    members = torch.minimum(first[:, None] + torch.arange(GROUP)[None], last[:, None])
-    sizes = torch.minimum(last - first + 1, torch.full_like(first, GROUP))
-    group = torch.repeat_interleave(torch.arange(first.shape[0]), sizes)
+    members = torch.minimum(first[:, None] + torch.arange(size)[None], last[:, None])
+    lengths = torch.minimum(last - first + 1, torch.full_like(first, size))
+    group = torch.repeat_interleave(torch.arange(first.shape[0]), lengths)
     return members.to(device), group.to(device)
 
 
-def pack4(codes: Tensor) -> Tensor:
-    """Codes 0..15 [n, D], D even -> uint8 [n, D/2], even channel in the low half."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+def packed_size(n: int, n_bits: int) -> int:
+    """Bytes of n codes."""
+    return -(-n * n_bits // 8)
 
 
-def unpack4(packed: Tensor) -> Tensor:
-    """The inverse of `pack4`."""
-    return torch.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], 2 * packed.shape[1])
+def pack(codes: Tensor, n_bits: int) -> Tensor:
+    """Codes [n, D] below 2^n_bits -> uint8 [n, packed_size(D)]; the first channel in the lowest bits."""
+    if n_bits == 8:
+        return codes
+    if 8 % n_bits == 0:
+        per_byte = 8 // n_bits
+        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte))
+        padded = padded.reshape(len(codes), packed_size(codes.shape[1], n_bits), per_byte)
+        found = padded[..., 0].clone()
+        for i in range(1, per_byte):
+            found |= padded[..., i] << (n_bits * i)
+        return found
+    bits = (codes[..., None] >> torch.arange(n_bits, device=codes.device, dtype=torch.uint8)) & 1
+    return pack(bits.flatten(1), 1)
+
+
+def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
+    """The inverse of `pack`: uint8 [., n]."""
+    if n_bits == 8:
+        return packed
+    if 8 % n_bits == 0:
+        parts = [(packed >> shift) & (2**n_bits - 1) for shift in range(0, 8, n_bits)]
+        return torch.stack(parts, -1).flatten(1)[:, :n]
+    bits = unpack(packed, 1, n * n_bits).reshape(len(packed), n, n_bits)
+    return (bits << torch.arange(n_bits, device=packed.device, dtype=torch.uint8)).sum(-1).to(torch.uint8)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """[n, D] float32 times Hadamard matrices of the largest power of two that divides D; its own inverse."""
+    size = x.shape[1] & -x.shape[1]
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    blocks = x.reshape(len(x), x.shape[1] // size, size)
+    return (blocks @ (matrix / size**0.5).to(x.device)).reshape(x.shape)
 
 
 def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device) -> Tensor:

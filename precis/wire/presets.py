@@ -12,7 +12,14 @@ import msgspec
 
 from precis.errors import ArtifactMissing, InvalidRequest
 
-CODEC_BITS = {"raw16": 16.0, "int8": 8.6, "int4": 4.6}  # stored bits per number, positions included, about
+CODEC_BITS = {
+    "raw16": 16.0,
+    "int8": 8.6,
+    "int4": 4.6,
+    "int4-hadamard": 4.6,
+    "int3": 3.6,
+    "int2": 3.1,
+}  # stored per number
 HEADS, TRANSFORM = "heads", "transform"  # kinds of artifacts: some policies read the first, `tc` the second
 CODEC_NAMES = (*CODEC_BITS, "tc")
 VIEW_NAMES = ("sage", "quest", "cluster")

@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,20 +28,22 @@ from benchmarks.model import located
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Text, from_folder
 from precis.attempt import Attempt
+from precis.axes import entries_of
 from precis.axes import measure as fit_to
 from precis.codecs.tc import TransformCodec
 from precis.container import CODECS, Packed, pack, unpack
 from precis.core import Snapshot
-from precis.full_cache import Document
+from precis.families import Model, Rotary
+from precis.full_cache import Between, Document
 from precis.manifest import open_manifest
-from precis.observations.repeat import RepeatAttention
+from precis.observations.repeat import SINKS, RepeatAttention
 from precis.pipeline import document_of
 from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import budget_per_head
 from precis.rates import Coding, classes_of
 from precis.selection import score
-from precis.transform import Transform
+from precis.transform import Transform, fit
 from precis.wire.messages import Message
 from precis.wire.presets import CODEC_BITS, Compression
 from workers.models import Served, pick_device, pick_dtype, serve
@@ -70,6 +72,7 @@ def main() -> None:
     runner.add_argument(
         "--policies", default="kvzip,kvzip-fisher", help="evicted to the same bytes, with int4; or empty"
     )
+    runner.add_argument("--kvtc", type=Path, help="a file for the KVTC-like baseline's axes; made if it is not there")
     runner.add_argument("--model", default="", help="a folder; by default the embedded model")
     runner.add_argument("--out", type=Path, required=True)
     reporter = commands.add_parser("report")
@@ -80,29 +83,35 @@ def main() -> None:
         return
     device = pick_device("auto")
     served = serve("codec", located(arguments.model), device, pick_dtype("float32", device))
-    transform = transform_of(served, arguments) if arguments.transform else None
+    transforms = {}
+    if arguments.transform:
+        transforms["tc"] = transform_of(served, arguments.transform, arguments, fit_to)
+    if arguments.kvtc:
+        transforms["KVTC-like"] = transform_of(served, arguments.kvtc, arguments, kvtc_like)
     with arguments.out.open("a") as out:
         for text in from_folder(arguments.documents, [n for n in arguments.names.split(",") if n], arguments.questions):
-            for row in rows_of(served, text, transform, arguments):
+            for row in rows_of(served, text, transforms, arguments):
                 out.write(json.dumps(row) + "\n")
                 out.flush()
                 print({name: value for name, value in row.items() if name != "seconds"}, flush=True)
 
 
-def transform_of(served: Served, arguments: argparse.Namespace) -> Transform:
+def transform_of(
+    served: Served, path: Path, arguments: argparse.Namespace, fitted: Callable[..., Transform]
+) -> Transform:
     """From its file, or fitted to the calibration texts, which go through the chat template."""
-    if arguments.transform.exists():
-        return Transform.of(safetensors.torch.load_file(arguments.transform))
+    if path.exists():
+        return Transform.of(safetensors.torch.load_file(path))
     documents = []
-    for path in sorted(arguments.calibration.glob("*.txt")):
-        part = served.prompter.context_part([Message("user", path.read_text())])
+    for source in sorted(arguments.calibration.glob("*.txt")):
+        part = served.prompter.context_part([Message("user", source.read_text())])
         found = document_of(served.prompter, part)
         stop = min(found.n_tokens, _CALIBRATED)
         documents.append(
             Document(found.token_ids[:stop], (found.body[0], stop), (), found.repeat_first, found.repeat_next)
         )
     size = arguments.block_layers
-    made = fit_to(
+    made = fitted(
         served.model,
         served.rotary,
         documents,
@@ -111,14 +120,47 @@ def transform_of(served: Served, arguments: argparse.Namespace) -> Transform:
         arguments.differentiated,
         lambda stage, done, total: print(stage, done, total, flush=True) if stage == "calibrate" else None,
     )
-    arguments.transform.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file({name: part.contiguous() for name, part in made.tables().items()}, arguments.transform)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file({name: part.contiguous() for name, part in made.tables().items()}, path)
     return made
 
 
 @torch.no_grad()
+def kvtc_like(
+    served_model: Model,
+    rotary: Rotary,
+    documents: Sequence[Document],
+    block_layers: int,
+    rank: int,
+    _differentiated: int,
+    between: Between,
+) -> Transform:
+    """Axes as in KVTC (arXiv:2511.01815): of keys and of values apart, every error counted alike.
+
+    Not the paper's codec: bits follow from one step and entropy coding instead of dynamic programming and DEFLATE, keys
+    and values are scaled to equal variance, and no window of recent tokens is kept in 16 bits.
+    """
+    g = served_model.geometry
+    entries = []
+    for index, document in enumerate(documents):
+        full = prefill(served_model, rotary, document)
+        entries.append(entries_of(rotary, full.keys, full.values)[SINKS:])
+        between("calibrate", index + 1, len(documents))
+    every = torch.cat(entries)
+    mean = every.mean(0)
+    centred = (every - mean).reshape(len(every), g.n_layers // block_layers, block_layers, 2, -1)
+    level = centred.square().mean((0, 1, 2, 4))
+    metric = torch.eye(g.head_dim) / level[:, None, None, None]
+    fisher = metric.expand(g.n_layers, -1, g.n_kv_heads, -1, -1).contiguous()
+    kinds = torch.arange(2).repeat_interleave(g.n_kv_heads * g.head_dim).repeat(block_layers)
+    blocks = centred.flatten(2).transpose(0, 1)
+    covariance = blocks.transpose(1, 2) @ blocks / len(every) * (kinds[:, None] == kinds[None])
+    return fit(mean, covariance, fisher, rank)
+
+
+@torch.no_grad()
 def rows_of(
-    served: Served, text: Text, transform: Transform | None, arguments: argparse.Namespace
+    served: Served, text: Text, transforms: Mapping[str, Transform], arguments: argparse.Namespace
 ) -> Iterable[dict[str, Any]]:
     """Everything that is measured on one document."""
     document = document_of(served.prompter, served.prompter.raw_part(text.text))
@@ -140,7 +182,7 @@ def rows_of(
         told = {"document": text.name, "way": way, "target": target, "ratio": raw / packed.n_bytes}
         return {**told, "n_tokens": document.n_tokens, "seconds": spent, **judge.of(again)}
 
-    for name in ("int8", "int4"):
+    for name in [name for name in CODECS if name != "raw16"]:
         began = time.perf_counter()
         packed = pack(whole, CODECS[name], served.rotary)
         yield row(name, 0.0, packed, time.perf_counter() - began, None)
@@ -152,15 +194,15 @@ def rows_of(
             attempt = Attempt(served.model, served.rotary, document, how, b"", scored, scores)
             packed = pack(attempt.cut(budget_per_head(document.n_tokens, how)), CODECS["int4"], served.rotary)
             yield row(f"{policy} + int4", ratio, packed, 0.0, None)
-    if transform is None:
-        return
-    classes = classes_of(full, transform.block_layers)
-    for ratio in ratios:
-        began = time.perf_counter()
-        packed = Coding.of(whole, transform, classes, served.rotary).within(int(raw / ratio))
-        seconds = time.perf_counter() - began
+    for way, transform in transforms.items():
         size = transform.block_layers
-        yield row(f"tc, {size} layer{'s' if size > 1 else ''}", ratio, packed, seconds, TransformCodec(transform))
+        classes = classes_of(full, size) * (way == "tc")
+        for ratio in ratios:
+            began = time.perf_counter()
+            packed = Coding.of(whole, transform, classes, served.rotary).within(int(raw / ratio))
+            seconds = time.perf_counter() - began
+            name = f"{way}, {size} layer{'s' if size > 1 else ''}"
+            yield row(name, ratio, packed, seconds, TransformCodec(transform))
 
 
 class Judge:

@@ -136,7 +136,8 @@ def rotate(x: Tensor) -> Tensor:
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     blocks = x.reshape(len(x), x.shape[1] // size, size)
-    return (blocks @ (matrix / size**0.5).to(x.device)).reshape(x.shape)
+    found: Tensor = blocks @ (matrix / size**0.5).to(x.device)
+    return found.reshape(x.shape)
 
 
 def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device) -> Tensor:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.codec import rows_of, table, transform_of
+from benchmarks.codec import kvtc_like, rows_of, table, transform_of
 from benchmarks.quality.corpus import Question, Text
+from precis.axes import measure
 from workers.models import Served, serve
 
 
@@ -33,24 +34,28 @@ def test_ways_are_compared_at_the_bytes_they_take(served: Served, tmp_path: Path
     arguments = Namespace(
         calibration=tmp_path,
         differentiated=1,
-        transform=tmp_path / "made" / "t.safetensors",
         block_layers=2,
         rank=96,
         ratios="3,5",
         policies="kvzip",
     )
-    transform = transform_of(served, arguments)
-    again = transform_of(served, arguments)  # from its file
+    file = tmp_path / "made" / "t.safetensors"
+    transform = transform_of(served, file, arguments, measure)
+    again = transform_of(served, file, arguments, measure)  # from its file
     assert torch.equal(again.scales, transform.scales)
+    kvtc = transform_of(served, tmp_path / "kvtc.safetensors", arguments, kvtc_like)
+    leading = kvtc.axes[..., :10].unflatten(1, (2, 2, -1)).square().sum((1, 3))  # block, kind, axis
+    assert float(leading.min(1).values.max()) < 1e-3  # of keys or of values, never of both
     question = Question("q", "fact", "Which?", "It is", ("seven",))
     text = Text("a", words(300, seed=9), words(40, seed=10), (question,))
-    rows = list(rows_of(served, text, again, arguments))
+    rows = list(rows_of(served, text, {"tc": again, "KVTC-like": kvtc}, arguments))
     assert json.loads(json.dumps(rows)) == rows
     by_way = {(row["way"], row["target"]): row for row in rows}
-    assert len(by_way) == len(rows) == 6
+    assert len(by_way) == len(rows) == 11
     for target in (3.0, 5.0):
-        assert target <= by_way["tc, 2 layers", target]["ratio"] < 1.03 * target
+        for way in ("tc, 2 layers", "KVTC-like, 2 layers"):
+            assert target <= by_way[way, target]["ratio"] < 1.03 * target
     for kind in ("continuation", "recall", "answers"):
         assert 0 <= by_way["int8", 0.0][f"{kind}_kl"] < by_way["int4", 0.0][f"{kind}_kl"]
     assert by_way["tc, 2 layers", 3.0]["continuation_kl"] < by_way["tc, 2 layers", 5.0]["continuation_kl"]
-    assert len(table(rows).splitlines()) == 8
+    assert len(table(rows).splitlines()) == 13

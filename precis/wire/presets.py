@@ -12,6 +12,7 @@ import msgspec
 
 from precis.errors import ArtifactMissing, InvalidRequest
 
+# stored bits per number, positions included, about
 CODEC_BITS = {
     "raw16": 16.0,
     "int8": 8.6,
@@ -25,7 +26,11 @@ CODEC_NAMES = (*CODEC_BITS, "tc")
 VIEW_NAMES = ("sage", "quest", "cluster")
 TRIM_NAMES = ("gkv", "corm", "slide")
 MAX_PROBES, MAX_PROBE_LENGTH = 32, 2000
-DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = "kvzip-fisher", 0.25, "int4"  # of models without a transform
+DEFAULT_POLICY, DEFAULT_KEEP_RATIO, DEFAULT_CODEC = (
+    "kvzip-fisher",
+    0.25,
+    "int4-hadamard",
+)  # of models without a transform
 DEFAULT_RATIO, MAX_RATIO = 16.0, 1000.0  # of `tc`
 AUTO = "auto"  # everything kept through `tc` where the model has a transform, else the default policy
 

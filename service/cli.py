@@ -194,14 +194,16 @@ def evaluate_document(
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = AUTO,
     keep_ratios: Annotated[str, typer.Option(help="shares of entries kept, separated by commas")] = "0.25,0.125",
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
+    ratios: Annotated[str, typer.Option(help="of the codec tc with everything kept, separated by commas")] = "",
     url: Url = _URL,
 ) -> None:
     """Ask your own questions of the full cache and of compressed ones, and compare."""
     ways = [
         {"policy": policy, "keep_ratio": _number(ratio), **({"codec": codec} if codec else {})}
         for policy in policies.split(",")
-        for ratio in keep_ratios.split(",")
+        for ratio in filter(None, keep_ratios.split(","))
     ]
+    ways += [{"codec": {"name": "tc", "ratio": _number(ratio)}} for ratio in filter(None, ratios.split(","))]
     asked = read_questions(_read(questions))
     table = Table("way", "stored MB", "kept", "right", "F1", "as full", "KL")
     with _err.status(f"asking {len(asked)} questions of {len(ways) + 1} snapshots"):

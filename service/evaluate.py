@@ -93,12 +93,17 @@ def evaluate(
         expected = answers if expected is None else expected
         pairs = list(zip(answers, questions, strict=True))
         yield Outcome(
-            name=" ".join(str(value) for value in how.values() if not isinstance(value, list)),
+            name=" ".join(_words(value) for value in how.values() if not isinstance(value, list)),
             context=context,
             right=_mean([float(is_right(answer, question)) for answer, question in pairs]),
             f1=_mean([max(f1(answer, known) for known in question.answers) for answer, question in pairs]),
             same=_mean([float(one == other) for one, other in zip(answers, expected, strict=True)]),
         )
+
+
+def _words(value: Any) -> str:
+    """A setting for people: that of a codec with its name."""
+    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
 
 
 def _ask(client: Client, context_id: str, question: str) -> str:

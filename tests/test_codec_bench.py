@@ -44,7 +44,8 @@ def test_ways_are_compared_at_the_bytes_they_take(served: Served, tmp_path: Path
     again = transform_of(served, file, arguments, measure)  # from its file
     assert torch.equal(again.scales, transform.scales)
     kvtc = transform_of(served, tmp_path / "kvtc.safetensors", arguments, kvtc_like)
-    leading = kvtc.axes[..., :10].unflatten(1, (2, 2, -1)).square().sum((1, 3))  # block, kind, axis
+    axes = kvtc.axes[..., :10]
+    leading = axes.reshape(axes.shape[0], 2, 2, -1, 10).square().sum((1, 3))  # block, kind, axis
     assert float(leading.min(1).values.max()) < 1e-3  # of keys or of values, never of both
     question = Question("q", "fact", "Which?", "It is", ("seven",))
     text = Text("a", words(300, seed=9), words(40, seed=10), (question,))

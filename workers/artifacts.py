@@ -42,8 +42,8 @@ def find(client: redis.Redis, data_dir: Path, weights: str, geometry: Geometry, 
     if found is None and shared is not None:
         found = _usable("redis", shared, weights, geometry, kind)
     found = found or packaged(weights, geometry, kind)
-    if found is not None:
-        client.set(key, found.to_bytes())
+    if found is not None and (data := found.to_bytes()) != shared:
+        client.set(key, data)
     return found
 
 

@@ -136,8 +136,8 @@ def test_bounds_and_probes_are_part_of_what_a_snapshot_is() -> None:
     assert resolve(max_bytes=5000).estimated_bytes(1_000_000) == 5000
 
 
-def test_defaults_without_a_transform_are_kvzip_fisher_at_a_quarter_in_int4() -> None:
-    assert resolve(None, None, None) == Compression("kvzip-fisher", 0.25, "int4")
+def test_defaults_without_a_transform_are_kvzip_fisher_at_a_quarter_in_rotated_int4() -> None:
+    assert resolve(None, None, None) == Compression("kvzip-fisher", 0.25, "int4-hadamard")
     assert resolve("auto") == resolve()
     assert resolve("full", None, None).keep_ratio == 1.0
 
@@ -147,9 +147,9 @@ def test_with_a_transform_everything_is_kept_at_a_sixteenth_unless_something_els
     assert resolve(transforms=True) == resolve("auto", transforms=True) == resolve(codec="tc") == whole
     assert resolve(ratio=16) == resolve(keep_ratio=1.0, codec="tc") == whole
     assert resolve(max_kl=0.1, transforms=True) == Compression("full", 1.0, "tc", None, 0.1)
-    assert resolve(keep_ratio=0.5, transforms=True) == Compression("kvzip-fisher", 0.5, "int4")
+    assert resolve(keep_ratio=0.5, transforms=True) == Compression("kvzip-fisher", 0.5, "int4-hadamard")
     assert resolve(keep_ratio=0.5, ratio=20) == Compression("kvzip-fisher", 0.5, "tc", ratio=20.0)
-    assert resolve("kvzip", transforms=True) == Compression("kvzip", 0.25, "int4")
+    assert resolve("kvzip", transforms=True) == Compression("kvzip", 0.25, "int4-hadamard")
     assert resolve("kvzip", codec="tc", max_bytes=10**5) == Compression("kvzip", 0.25, "tc", 10**5)
     assert whole.estimated_bytes(1600) == 100
     assert not resolve(max_kl=0.1, transforms=True).searches

@@ -59,7 +59,7 @@ def test_upload_is_accepted_with_a_location_and_becomes_ready(stack: Stack) -> N
     storage = ready["storage"]
     assert storage["ratio"] == pytest.approx(storage["raw_bytes"] / storage["stored_bytes"], abs=0.01)
     assert storage["raw_bytes"] == ready["usage"]["total_tokens"] * 4 * 2 * 12 * 4
-    assert ready["policy"] == {"policy": "snapkv", "keep_ratio": 0.5, "codec": "int4"}
+    assert ready["policy"] == {"policy": "snapkv", "keep_ratio": 0.5, "codec": "int4-hadamard"}
     assert ready["fidelity"]["n_tokens"] > 0
     assert set(ready["timings"]) == {"queue_ms", "prefill_ms", "compress_ms", "store_ms"}
 

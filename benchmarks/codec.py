@@ -77,9 +77,13 @@ def main() -> None:
     runner.add_argument("--out", type=Path, required=True)
     reporter = commands.add_parser("report")
     reporter.add_argument("files", type=Path, nargs="+")
+    reporter.add_argument("--plot", type=Path, help="a picture to be drawn (needs matplotlib)")
     arguments = parser.parse_args()
     if arguments.command == "report":
-        print(table([json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]))
+        rows = [json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]
+        print(table(rows))
+        if arguments.plot:
+            draw(rows, arguments.plot)
         return
     device = pick_device("auto")
     served = serve("codec", located(arguments.model), device, pick_dtype("float32", device))
@@ -261,6 +265,32 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{mean(row[name] for row in own if name in row):.4f}" for name in names]
         lines.append(f"| {way} | {len(own)} | {mean(row['ratio'] for row in own):.1f}x | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """KL over how much smaller the snapshot is, on following text and in recall."""
+    from matplotlib import pyplot  # noqa: PLC0415 — only here
+
+    groups: dict[str, dict[float | str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        fixed = row["way"].startswith("int")
+        groups["quantised alone" if fixed else row["way"]][row["way"] if fixed else row["target"]].append(row)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axis, kind in zip(axes, ("continuation", "recall"), strict=True):
+        for way, own in sorted(groups.items()):
+            style = {"linestyle": "none"} if way == "quantised alone" else {}
+            found = [[(r["ratio"], r[f"{kind}_kl"]) for r in some if f"{kind}_kl" in r] for some in own.values()]
+            points = sorted((mean(r for r, _ in some), mean(kl for _, kl in some)) for some in found if some)
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=way, **style)
+        axis.set(
+            xlabel="times smaller than the cache in 16 bits", title=kind, xscale="log", yscale="log", ylim=(1e-3, 2)
+        )
+        axis.set_xticks([2, 4, 8, 16, 32], ["2x", "4x", "8x", "16x", "32x"])
+        axis.set_xticks([], minor=True)
+    axes[0].set_ylabel("KL, nats per token")
+    axes[0].legend(fontsize=8, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

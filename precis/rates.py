@@ -81,21 +81,22 @@ class Coding:
         Raises:
             BudgetTooSmall: if no step is coarse enough.
         """
-        octave, slope = self._guess(limit)
-        finest, coarsest = self._octaves
+        fixed, (finest, coarsest) = self.least_bytes, self._octaves
+        room = max(1, limit - fixed)
+        octave, slope = self._guess(room)
         best: Packed | None = None
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if limit >= fixed else 0):
             found = self.at(2.0**octave)
             if found.n_bytes <= limit:
                 best = found
-                if found.n_bytes >= (1 - _SLACK) * limit:
+                if found.n_bytes - fixed >= (1 - _SLACK) * room:
                     break
-            octave += math.log2((1 - _SLACK / 2) * limit / found.n_bytes) / slope
+            octave += math.log2((1 - _SLACK / 2) * room / max(1, found.n_bytes - fixed)) / slope
             octave = min(max(octave, finest), coarsest)
         if best is None:
             raise BudgetTooSmall(
-                f"{limit} bytes are too few: positions, sinks and tables alone take about as many: allow more",
-                n_bytes=limit,
+                f"{limit} bytes are too few: positions, sinks and tables alone take {fixed}: allow more",
+                n_bytes=fixed,
             )
         return best
 

@@ -107,6 +107,15 @@ def test_the_default_snapshot_is_small_and_close(context: dict[str, Any]) -> Non
     assert context["model"] == "SmolLM2-135M-Instruct"
 
 
+@pytest.mark.parametrize("text", ["Hi.", "The harbour lies in the north. " * 9])
+def test_a_short_document_takes_what_it_needs(up: Up, text: str) -> None:
+    made = httpx.post(f"{up.url}/v1/contexts?wait=60", json={"text": text}, timeout=90).json()
+    assert made["status"] == "ready", made["error"]
+    assert made["policy"]["codec"] == "tc"
+    assert made["storage"]["ratio"] > 4
+    assert ask(up, made, "What is said?").status_code == 200
+
+
 def test_a_restarted_worker_answers_with_the_right_fact_from_the_store(up: Up, context: dict[str, Any]) -> None:
     first = ask(up, context)
     assert FACT in first.json()["text"]

@@ -77,9 +77,10 @@ def test_tc_fills_the_bytes_that_a_ratio_or_a_limit_allows(model: Model) -> None
 
 
 def test_a_document_that_is_too_short_for_a_ratio_takes_what_it_needs(model: Model) -> None:
-    made = compress(model, Rotary(model, 512), document(tokens(6)), by_step(model, ratio=100))
-    assert made.packed.n_bytes > made.raw_bytes / 100
-    assert made.snapshot.positions.shape[0] == 8 * 6
+    for n_tokens in (1, 4, 6, 30):
+        made = compress(model, Rotary(model, 512), document(tokens(n_tokens)), by_step(model, ratio=100))
+        assert made.packed.n_bytes > made.raw_bytes / 100
+        assert made.snapshot.positions.shape[0] == 8 * n_tokens
 
 
 def test_tc_takes_the_coarsest_step_that_a_divergence_allows(model: Model) -> None:

@@ -44,8 +44,8 @@ from precis.protection import budget_per_head
 from precis.rates import Coding, classes_of
 from precis.selection import score
 from precis.transform import Transform, fit
-from precis.wire.messages import Message
 from precis.wire.presets import CODEC_BITS, Compression
+from workers.corpus import documents_of
 from workers.models import Served, pick_device, pick_dtype, serve
 
 _CONTINUED, _PASSAGE, _GIVEN, _CALIBRATED = 160, 48, 8, 1024
@@ -106,14 +106,8 @@ def transform_of(
     """From its file, or fitted to the calibration texts, which go through the chat template."""
     if path.exists():
         return Transform.of(safetensors.torch.load_file(path))
-    documents = []
-    for source in sorted(arguments.calibration.glob("*.txt")):
-        part = served.prompter.context_part([Message("user", source.read_text())])
-        found = document_of(served.prompter, part)
-        stop = min(found.n_tokens, _CALIBRATED)
-        documents.append(
-            Document(found.token_ids[:stop], (found.body[0], stop), (), found.repeat_first, found.repeat_next)
-        )
+    texts = [source.read_text() for source in sorted(arguments.calibration.glob("*.txt"))]
+    documents = documents_of(served.prompter, texts, len(texts), _CALIBRATED)
     size = arguments.block_layers
     made = fitted(
         served.model,

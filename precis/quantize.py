@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 GROUP = 64
 _LIMIT = 6e4  # of float16, with room
 
@@ -45,13 +46,53 @@ def quantize(x: Tensor, n_bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]
     return codes.to(torch.uint8), scale, low
 
 
+def group_shapes(counts: tuple[int, ...], head_dim: int, n_bits: int, size: int = GROUP) -> tuple[Shapes, Shapes]:
+    """Dtypes and shapes of `encode_groups`: of scales and minima, and of codes."""
+    n, n_groups = sum(counts), sum(-(-count // size) for count in counts)
+    of_key = (torch.float16, (n_groups, head_dim))
+    of_value = (torch.float16, (n, head_dim // channel_group(head_dim, size)))
+    codes = (torch.uint8, (n, packed_size(head_dim, n_bits)))
+    scales: Shapes = {"key_scale": of_key, "key_low": of_key, "value_scale": of_value, "value_low": of_value}
+    return scales, {"keys": codes, "values": codes}
+
+
+def encode_groups(
+    keys: Tensor, values: Tensor, counts: tuple[int, ...], n_bits: int, size: int = GROUP
+) -> dict[str, Tensor]:
+    """Parts of float32 keys and values [n, D]: keys per channel, values per token."""
+    members, group = token_groups(counts, keys.device, size)
+    codes, key_scale, key_low = quantize(keys[members], n_bits, 1)
+    inside = torch.arange(keys.shape[0], device=keys.device) - members[group, 0]
+    value_codes, value_scale, value_low = quantize(by_channel_groups(values, size), n_bits, 2)
+    return {
+        "key_scale": key_scale,
+        "key_low": key_low,
+        "value_scale": value_scale,
+        "value_low": value_low,
+        "keys": pack(codes[group, inside], n_bits),
+        "values": pack(value_codes.reshape(values.shape), n_bits),
+    }
+
+
+def decode_groups(
+    parts: Mapping[str, Tensor], counts: tuple[int, ...], head_dim: int, n_bits: int, size: int = GROUP
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, D], within half a step."""
+    _, group = token_groups(counts, parts["keys"].device, size)
+    codes = unpack(parts["keys"], n_bits, head_dim).float()
+    keys = codes * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
+    codes = by_channel_groups(unpack(parts["values"], n_bits, head_dim).float(), size)
+    values = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
+    return keys, values.reshape(keys.shape)
+
+
 def encode_sinks(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     """Parts of sinks [n, D] at 8 bits per token: their keys are outliers, which would widen every group they are in."""
     codes, scale, low = quantize(torch.stack([keys, values]), 8, 2)
     return {"sink_scale": scale, "sink_low": low, "sinks": codes}
 
 
-def sink_shapes(n: int, head_dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def sink_shapes(n: int, head_dim: int) -> Shapes:
     """Dtype and shape of these parts."""
     per_token = (torch.float16, (2, n))
     return {"sink_scale": per_token, "sink_low": per_token, "sinks": (torch.uint8, (2, n, head_dim))}

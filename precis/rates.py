@@ -37,6 +37,7 @@ class Coding:
         codec: with the transform of the model and the classes of the tokens.
         blocks: of the snapshot, as the codec takes them.
         rows: their coefficients.
+        octaves: binary logarithms of the finest step that can be counted with, and of one that makes everything 0.
         key: seals the manifest, if not empty.
     """
 
@@ -44,6 +45,7 @@ class Coding:
     codec: TransformCodec
     blocks: list[Block]
     rows: list[Rows]
+    octaves: tuple[float, float]
     key: bytes
 
     @staticmethod
@@ -61,7 +63,9 @@ class Coding:
         blocks = blocks_of(snapshot, codec, rotary)
         told = zip(blocks, layouts_of(snapshot, blocks), strict=True)
         rows = [codec.rows(block.keys, block.values, layout) for block, layout in told]
-        return Coding(snapshot, codec, blocks, rows, key)
+        sizes = [float(part.coefficients.abs().max()) for part in rows if part.coefficients.numel()]
+        largest = math.log2(max([*sizes, _TINY])) + MAX_CLASS
+        return Coding(snapshot, codec, blocks, rows, (largest - 23, largest + 1), key)
 
     def at(self, step: float) -> Packed:
         """The snapshot in this step.
@@ -72,16 +76,19 @@ class Coding:
         codec = replace(self.codec, step=step, coded=encode(self.rows, step))
         return packed(self.snapshot, self.blocks, codec, self.key)
 
-    def within(self, limit: int) -> Packed:
+    def within(self, limit: int, floor: int = 0) -> Packed:
         """The snapshot in the finest step whose bytes stay within a limit.
 
         Args:
             limit: bytes of the whole: blobs, positions, manifest and levels.
+            floor: bytes that coefficients may take in any case, beside what no step changes.
 
         Raises:
             BudgetTooSmall: if no step is coarse enough.
         """
-        fixed, (finest, coarsest) = self.least_bytes, self._octaves
+        finest, coarsest = self.octaves
+        fixed = self.at(2.0**coarsest).n_bytes  # positions, sinks, tables and manifest
+        limit = max(limit, fixed + floor) if floor else limit
         room = max(1, limit - fixed)
         octave, slope = self._guess(room)
         best: Packed | None = None
@@ -100,11 +107,6 @@ class Coding:
             )
         return best
 
-    @property
-    def least_bytes(self) -> int:
-        """What the coarsest step leaves: positions, sinks, tables and manifest."""
-        return self.at(2.0 ** self._octaves[1]).n_bytes
-
     def step_near(self, n_bytes: int) -> float:
         """The step that gives about so many bytes of coefficients."""
         return float(2.0 ** self._guess(n_bytes)[0])
@@ -118,20 +120,13 @@ class Coding:
         def estimated(octave: float) -> float:
             return estimated_bytes(few, 2.0**octave) * share
 
-        low, high = self._octaves
+        low, high = self.octaves
         for _ in range(_ROUNDS):
             middle = (low + high) / 2
             low, high = (middle, high) if estimated(middle) > n_bytes else (low, middle)
         near, far = estimated(high), estimated(high + 1)
         slope = math.log2(max(far, _TINY) / near) if near > 0 else -1.0
         return high, min(slope, -_FLATTEST)
-
-    @property
-    def _octaves(self) -> tuple[float, float]:
-        """Binary logarithms of the finest step that can be counted with, and of one that makes everything 0."""
-        sizes = [float(part.coefficients.abs().max()) for part in self.rows if part.coefficients.numel()]
-        largest = math.log2(max([*sizes, _TINY])) + MAX_CLASS
-        return largest - 23, largest + 1
 
 
 def classes_of(full: Prefill, block_layers: int) -> Tensor:

@@ -88,10 +88,11 @@ def transformed(attempt: Attempt, per_head: int, between: Between) -> Compressed
     classes = classes_of(attempt.full, model.transform.block_layers)
     coding = Coding.of(kept, model.transform, classes, attempt.rotary, attempt.key)
     raw_bytes = model.geometry.raw_bytes(attempt.document.n_tokens)
+    if how.max_bytes is not None:
+        return attempt.made(coding.within(how.max_bytes), kept)
     if how.max_kl is None:
-        room = int(raw_bytes / (how.ratio or DEFAULT_RATIO))
-        limit = how.max_bytes if how.max_bytes is not None else max(room, coding.least_bytes + max(room // 2, _ROOM))
-        return attempt.made(coding.within(limit), kept)
+        limit = int(raw_bytes / (how.ratio or DEFAULT_RATIO))
+        return attempt.made(coding.within(limit, max(limit // 2, _ROOM)), kept)
 
     def at(step: float) -> Compressed:
         between("search", 0, 1)

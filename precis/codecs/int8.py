@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from precis.codecs import Layout, Shape
-from precis.quantize import by_channel_groups, channel_group, check_encodable, quantize, token_groups
+from precis.quantize import check_encodable, decode_groups, encode_groups, group_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,8 @@ class Int8:
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Scales and minima first, then codes."""
-        n, d = layout.n_entries, layout.head_dim
-        n_groups = sum((count + 63) // 64 for count in layout.counts)
-        per_token = d // channel_group(d)
-        return {
-            "key_scale": (torch.float16, (n_groups, d)),
-            "key_low": (torch.float16, (n_groups, d)),
-            "value_scale": (torch.float16, (n, per_token)),
-            "value_low": (torch.float16, (n, per_token)),
-            "keys": (torch.uint8, (n, d)),
-            "values": (torch.uint8, (n, d)),
-        }
+        scales, codes = group_shapes(layout.counts, layout.head_dim, 8)
+        return {**scales, **codes}
 
     def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Quantise the kept entries.
@@ -46,24 +36,8 @@ class Int8:
         keys, values = keys.float(), values.float()
         check_encodable(keys)
         check_encodable(values)
-        members, group = token_groups(layout.counts, keys.device)
-        codes, key_scale, key_low = quantize(keys[members], 8, 1)
-        inside = torch.arange(keys.shape[0], device=keys.device) - members[group, 0]
-        grouped = by_channel_groups(values)
-        value_codes, value_scale, value_low = quantize(grouped, 8, 2)
-        return {
-            "key_scale": key_scale,
-            "key_low": key_low,
-            "value_scale": value_scale,
-            "value_low": value_low,
-            "keys": codes[group, inside],
-            "values": value_codes.reshape(values.shape),
-        }
+        return encode_groups(keys, values, layout.counts, 8)
 
     def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
         """Within half a step of each entry."""
-        _, group = token_groups(layout.counts, parts["keys"].device)
-        keys = parts["keys"].float() * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
-        codes = by_channel_groups(parts["values"].float())
-        values = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
-        return keys, values.reshape(parts["values"].shape)
+        return decode_groups(parts, layout.counts, layout.head_dim, 8)

@@ -17,19 +17,15 @@ from torch import Tensor
 
 from precis.codecs import Layout, Shape
 from precis.quantize import (
-    by_channel_groups,
-    channel_group,
     check_encodable,
+    decode_groups,
     decode_sinks,
+    encode_groups,
     encode_sinks,
-    pack,
-    packed_size,
-    quantize,
+    group_shapes,
     rotate,
     sink_rows,
     sink_shapes,
-    token_groups,
-    unpack,
 )
 
 
@@ -51,19 +47,8 @@ class Kivi:
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Scales and minima first, then codes of sinks, then codes of the rest, packed."""
-        n, n_sink, d = layout.n_entries, sum(layout.sinks), layout.head_dim
-        n_groups = sum(-(-count // self.group) for count in _rest(layout))
-        per_token = d // channel_group(d, self.group)
-        size = packed_size(d, self.n_bits)
-        return {
-            "key_scale": (torch.float16, (n_groups, d)),
-            "key_low": (torch.float16, (n_groups, d)),
-            "value_scale": (torch.float16, (n - n_sink, per_token)),
-            "value_low": (torch.float16, (n - n_sink, per_token)),
-            **sink_shapes(n_sink, d),
-            "keys": (torch.uint8, (n - n_sink, size)),
-            "values": (torch.uint8, (n - n_sink, size)),
-        }
+        scales, codes = group_shapes(_rest(layout), layout.head_dim, self.n_bits, self.group)
+        return {**scales, **sink_shapes(sum(layout.sinks), layout.head_dim), **codes}
 
     def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Quantise the kept entries.
@@ -79,32 +64,15 @@ class Kivi:
         keys, values = keys[~is_sink], values[~is_sink]
         if self.rotated:
             keys, values = rotate(keys), rotate(values)
-        members, group = token_groups(_rest(layout), keys.device, self.group)
-        codes, key_scale, key_low = quantize(keys[members], self.n_bits, 1)
-        inside = torch.arange(keys.shape[0], device=keys.device) - members[group, 0]
-        value_codes, value_scale, value_low = quantize(by_channel_groups(values, self.group), self.n_bits, 2)
-        return {
-            "key_scale": key_scale,
-            "key_low": key_low,
-            "value_scale": value_scale,
-            "value_low": value_low,
-            **sinks,
-            "keys": pack(codes[group, inside], self.n_bits),
-            "values": pack(value_codes.reshape(values.shape), self.n_bits),
-        }
+        return {**sinks, **encode_groups(keys, values, _rest(layout), self.n_bits, self.group)}
 
     def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
         """Within half a step of each entry, or, rotated, of each channel of the rotated one."""
         device, d = parts["keys"].device, layout.head_dim
         is_sink = sink_rows(layout.counts, layout.sinks, device)
-        _, group = token_groups(_rest(layout), device, self.group)
         keys, values = torch.empty(2, layout.n_entries, d, device=device)
         keys[is_sink], values[is_sink] = decode_sinks(parts)
-        codes = unpack(parts["keys"], self.n_bits, d).float()
-        key = codes * parts["key_scale"].float()[group] + parts["key_low"].float()[group]
-        codes = by_channel_groups(unpack(parts["values"], self.n_bits, d).float(), self.group)
-        value = codes * parts["value_scale"].float()[..., None] + parts["value_low"].float()[..., None]
-        value = value.reshape(group.shape[0], d)
+        key, value = decode_groups(parts, _rest(layout), d, self.n_bits, self.group)
         keys[~is_sink], values[~is_sink] = (rotate(key), rotate(value)) if self.rotated else (key, value)
         return keys, values
 

@@ -11,12 +11,7 @@ from precis.errors import BoundNotReached, BudgetTooSmall, SnapshotCorrupt, Snap
 from precis.families import Model, Rotary
 from precis.pipeline import compress
 from precis.wire.presets import Compression, resolve, with_artifacts
-from tests.precis.build import N_CONTEXT, attached, document, tokens
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
+from tests.precis.build import N_CONTEXT, document, tokens
 
 
 @pytest.mark.parametrize("policy", ["kvzip", "sage", "snapkv"])

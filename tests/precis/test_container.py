@@ -26,16 +26,6 @@ KEY = b"secret"
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
-
-
-@pytest.fixture(scope="module")
-def rotary(model: Model) -> Rotary:
-    return Rotary(model, 512)
-
-
-@pytest.fixture(scope="module")
 def snapshot(model: Model) -> Snapshot:
     keep = torch.rand(4, 2, N_CONTEXT, generator=torch.Generator().manual_seed(0)) < 0.3
     keep[1, 0] = False

@@ -19,11 +19,6 @@ from tests.tiny import tiny
 PROBES = ((21, 22, 23), (24,))
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
-
-
 _PAIRS = [(policy, "int4") for policy in PRESETS] + [
     (policy, codec) for policy in ("full", "sage", "kvzip") for codec in CODEC_NAMES if codec != "int4"
 ]

@@ -31,11 +31,6 @@ PROTECTED = protected_mask(N_CONTEXT, [(0, 4), (N_CONTEXT - 10, N_CONTEXT)], tor
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
-
-
-@pytest.fixture(scope="module")
 def full(model: Model) -> Prefill:
     return read(model, tokens(N_CONTEXT), *H2O().needs)
 

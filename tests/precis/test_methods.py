@@ -40,11 +40,6 @@ N_WINDOW = 16
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
-
-
-@pytest.fixture(scope="module")
 def full(model: Model) -> Prefill:
     return read(model, tokens(N_CONTEXT), WindowQueries(N_WINDOW), OutputNorms(), OutputNorms(2), ColumnSums())
 

@@ -22,19 +22,9 @@ from precis.observations.fisher import RepeatGradients
 from precis.observations.repeat import RepeatAttention
 from precis.rates import Coding, classes_of
 from precis.transform import Transform
-from tests.precis.build import N_CONTEXT, attached, cut, document, read, tokens
+from tests.precis.build import N_CONTEXT, cut, document, read, tokens
 
 KEY = b"secret"
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return attached()
-
-
-@pytest.fixture(scope="module")
-def rotary(model: Model) -> Rotary:
-    return Rotary(model, 512)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ setup: $(VENV)/.installed  ## make .venv with the pinned packages
 setup-test: $(VENV)/.installed-test  ## the same with what tests and linters need
 
 # torch first and with its requirements: its wheel for Linux may want CUDA libraries that no lock for all machines can name.
-$(VENV)/.installed: requirements.lock pyproject.toml hatch_build.py $(wildcard precis/native/*.cpp) precis/native/build.py
+$(VENV)/.installed: requirements.lock pyproject.toml hatch_build.py $(wildcard precis/native/*.cpp precis/native/*.h) precis/native/build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

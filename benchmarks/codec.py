@@ -31,7 +31,7 @@ from precis.attempt import Attempt
 from precis.axes import entries_of
 from precis.axes import measure as fit_to
 from precis.codecs.tc import TransformCodec
-from precis.container import CODECS, Packed, pack, unpack
+from precis.container import CODECS, Packed, pack
 from precis.core import Snapshot
 from precis.families import Model, Rotary
 from precis.full_cache import Between, Document
@@ -42,6 +42,7 @@ from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import budget_per_head
 from precis.rates import Coding, classes_of
+from precis.reader import unpack
 from precis.selection import score
 from precis.transform import Transform, fit
 from precis.wire.presets import CODEC_BITS, Compression

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.model import located
 from precis.attempt import Compressed
-from precis.container import load
 from precis.families import Model
 from precis.pipeline import answer, compress, document_of
+from precis.reader import load
 from precis.sampling import Sampler
 from precis.text import ContextPart
 from precis.wire.messages import Message

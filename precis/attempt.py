@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from precis.container import Packed, codecs_of, load, pack
+from precis.container import Packed, codecs_of, pack
 from precis.core import Prefill, Snapshot, SnapshotHeader
 from precis.families import Model, Rotary
 from precis.fidelity import Fidelity, measure
@@ -19,6 +19,7 @@ from precis.observations.fisher import RepeatGradients
 from precis.observations.repeat import RepeatAttention
 from precis.policies import POLICIES
 from precis.protection import count_protected, protected_spans
+from precis.reader import load
 from precis.selection import choose, gather, merge, protected_mask, ranks_of
 from precis.wire.presets import PRESETS, Compression
 

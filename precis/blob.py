@@ -11,7 +11,7 @@ mode bytes, the codec and the lengths inside; a blob with another length is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from precis import positions as position_codes
-from precis.codecs import VARIABLE, Codec, Layout, Shape
+from precis.codecs import VARIABLE, Codec, Layout, Shape, unraveled
 from precis.positions import Positions
 
 ALIGN = 16
@@ -74,6 +74,21 @@ def write(block: Block, index: int, codec: Codec, n_tokens: int, n_sink: int) ->
     return b"".join(pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A blob that was checked and taken apart.
+
+    Attributes:
+        layout: of its block.
+        parts: as the codec's `decode` takes them.
+        bias: [n] float32, or None.
+    """
+
+    layout: Layout
+    parts: Mapping[str, Tensor]
+    bias: Tensor | None
+
+
 def read(  # noqa: PLR0913 — what a manifest says of a block
     blob: bytes,
     counts: Sequence[int],
@@ -85,8 +100,8 @@ def read(  # noqa: PLR0913 — what a manifest says of a block
     *,
     biased: bool,
     device: torch.device,
-) -> Block:
-    """The inverse of `write`, checking every claim.
+) -> Opened:
+    """All of the inverse of `write` but for the codec's `decode`, checking every claim.
 
     Raises:
         ValueError: if a byte cannot be right.
@@ -113,7 +128,7 @@ def read(  # noqa: PLR0913 — what a manifest says of a block
             raise ValueError("a bias is not a number")
     if at != len(blob):
         raise ValueError(f"{len(blob)} bytes where {at} were expected")
-    return Block(heads, *codec.decode(parts, layout), bias)
+    return Opened(layout, unraveled(codec, parts, layout), bias)
 
 
 def _read_part(blob: bytes, at: int, shape: Shape, device: torch.device) -> tuple[Tensor, int]:

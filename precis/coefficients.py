@@ -7,6 +7,7 @@ Both are integers, so that every machine finds the same contexts. Tables are cou
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import zlib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from precis import rans
+from precis.native import library
 
 MAX_CLASS = 8
 DEAD_ZONE = 0.12
@@ -65,18 +67,37 @@ class Levels:
     Attributes:
         symbols: [n, r'] uint8, r' <= r: 128 is 0; 0 stands for the next escape.
         escapes: int32, levels that no symbol has.
-        steps: [n] float32, the step of each row.
+        steps: [n] float32, the step of each row: `step` times a power of two.
+        step: of class 0.
+        used: [n] int32, columns up to the last that is not 0.
+        n_escapes: [n] int32, of each row.
     """
 
     symbols: rans.Bytes
     escapes: NDArray[np.int32]
     steps: NDArray[np.float32]
+    step: float
+    used: NDArray[np.int32]
+    n_escapes: NDArray[np.int32]
 
-    def dense(self) -> Tensor:
-        """Coefficients [n, r'] float32."""
+    @staticmethod
+    def of(symbols: rans.Bytes, escapes: NDArray[np.int32], steps: NDArray[np.float32], step: float) -> Levels:
+        """With what `symbols` tell.
+
+        Raises:
+            ValueError: if there is another number of escapes than they ask for.
+        """
+        symbols = np.ascontiguousarray(symbols)
+        used, n_escapes = _scanned(symbols)
+        if int(n_escapes.sum()) != len(escapes) or len(steps) != len(symbols):
+            raise ValueError("a block has another number of escapes than it says")
+        return Levels(symbols, escapes, steps, step, used, n_escapes)
+
+    def dense(self, scale: float = 1.0) -> Tensor:
+        """Coefficients [n, r'] float32, times `scale`."""
         levels = torch.from_numpy(self.symbols.astype(np.float32)).sub_(_ZERO)
         levels[torch.from_numpy(self.symbols == _ESCAPE)] = torch.from_numpy(self.escapes.astype(np.float32))
-        return levels * torch.from_numpy(self.steps)[:, None]
+        return levels * torch.from_numpy(self.steps * np.float32(scale))[:, None]
 
 
 def encode(blocks: Sequence[Rows], step: float) -> Coded:
@@ -138,10 +159,8 @@ def decode(step: float, tables: NDArray[np.uint16], stream: bytes, n: int, scale
     steps = (step * torch.exp2(-of_tokens.float())).numpy()
     contexts = _contexts(of_tokens, scales[:n_axes], _half_octaves(step))
     symbols = rans.decode(stream[at : at + n_symbols], contexts, tables)
-    if len(symbols) - np.count_nonzero(symbols) != n_escapes:
-        raise ValueError("a block has another number of escapes than it says")
     escapes = np.frombuffer(stream, "<i4", n_escapes, at + n_symbols).astype(np.int32)
-    return Levels(symbols.reshape(n, n_axes), escapes, steps)
+    return Levels.of(symbols.reshape(n, n_axes), escapes, steps, step)
 
 
 def read_tables(data: bytes) -> tuple[float, NDArray[np.uint16]]:
@@ -194,6 +213,21 @@ def _symbols(levels: Tensor) -> tuple[rans.Bytes, NDArray[np.int32]]:
     beyond = np.abs(flat) > _LIMIT
     symbols = np.where(beyond, _ESCAPE, flat + _ZERO).astype(np.uint8)
     return symbols, flat[beyond].astype("<i4")
+
+
+def _scanned(symbols: rans.Bytes) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Per row, columns up to the last that is not 0, and escapes."""
+    n, r = symbols.shape
+    if library() is None:
+        places = np.where(symbols == _ZERO, 0, np.arange(1, r + 1, dtype=np.int32))
+        return places.max(1, initial=0).astype(np.int32), (symbols == _ESCAPE).sum(1).astype(np.int32)
+    used, n_escapes = np.empty((2, n), np.int32)
+    library().precis_scan(  # type: ignore[union-attr]
+        ctypes.c_void_p(symbols.ctypes.data),
+        *map(ctypes.c_int, (n, r)),
+        *(ctypes.c_void_p(part.ctypes.data) for part in (used, n_escapes)),
+    )
+    return used, n_escapes
 
 
 def _contexts(classes: Tensor, scales: Tensor, shift: int) -> rans.Bytes:

@@ -18,22 +18,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
 from precis import blob as blob_format
 from precis.blob import Block, layout_of
-from precis.codecs import Codec, Layout, block_layers, header_of, reading, tuned
+from precis.codecs import Codec, Layout, block_layers, header_of, tuned
 from precis.codecs.int8 import Int8
 from precis.codecs.kivi import Kivi
 from precis.codecs.raw16 import Raw16
 from precis.codecs.tc import TransformCodec
-from precis.core import Geometry, Snapshot, SnapshotHeader
-from precis.errors import SnapshotCorrupt, SnapshotStale
+from precis.core import Snapshot
 from precis.families import Model, Rotary
 from precis.fingerprint import FORMAT_VERSION
-from precis.manifest import Manifest, open_manifest, seal_of
+from precis.manifest import Manifest, seal_of
 
 _KIVI = (Kivi("int4", 4), Kivi("int4-hadamard", 4, rotated=True), Kivi("int3", 3), Kivi("int2", 2, 32))
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), *_KIVI)}
@@ -157,122 +155,3 @@ def manifest_of(
         ranks_sum=sums[-1] if snapshot.ranks else "",
         biased=snapshot.bias is not None,
     )
-
-
-def load(model: Model, rotary: Rotary, packed: Packed, fingerprint: str, key: bytes = b"") -> Snapshot:
-    """Bytes -> snapshot on the model's device.
-
-    Raises:
-        SnapshotCorrupt: if a byte is wrong.
-        SnapshotStale: if it is another snapshot than `fingerprint` asks for.
-    """
-    manifest = open_manifest(packed.manifest, key)
-    check_manifest(manifest, model.geometry, fingerprint, codecs_of(model))
-    return unpack(manifest, packed.blobs, model.geometry, rotary, model.device, model.dtype, codecs_of(model))
-
-
-def check_manifest(
-    manifest: Manifest, geometry: Geometry, fingerprint: str, codecs: Mapping[str, Codec] = CODECS
-) -> None:
-    """Check that a snapshot is the one that is wanted, and that its claims fit the model and a known codec.
-
-    Raises:
-        SnapshotStale: if it was made of other weights, other tokens or by another policy.
-        SnapshotCorrupt: if its shape does not fit the model.
-    """
-    if manifest.fingerprint != fingerprint:
-        raise SnapshotStale("the snapshot was made with other weights, tokens or settings than asked for")
-    g, m = geometry, manifest
-    heads_fit = len(m.counts) == g.n_layers and all(len(layer) == g.n_kv_heads for layer in m.counts)
-    counts_fit = heads_fit and all(0 <= count <= m.n_tokens for layer in m.counts for count in layer)
-    fits = (
-        (m.n_layers, m.n_kv_heads, m.head_dim) == (g.n_layers, g.n_kv_heads, g.head_dim)
-        and counts_fit
-        and m.codec in codecs
-        and m.block_layers == block_layers(codecs[m.codec])
-        and g.n_layers % m.block_layers == 0
-        and 0 < m.n_tokens <= g.max_length
-        and m.next_position == m.n_tokens
-        and 0 <= m.n_sink <= m.n_tokens
-        and len(m.blob_bytes) == len(m.blob_sums) == g.n_layers // m.block_layers
-    )
-    if not fits:
-        raise SnapshotCorrupt("the snapshot's manifest does not fit the model")
-
-
-def unpack(
-    manifest: Manifest,
-    blobs: Iterable[bytes],
-    geometry: Geometry,
-    rotary: Rotary,
-    device: torch.device,
-    dtype: torch.dtype,
-    codecs: Mapping[str, Codec] = CODECS,
-) -> Snapshot:
-    """Decode a snapshot whose manifest was opened and checked.
-
-    Args:
-        manifest: from `open_manifest`, passed by `check_manifest`.
-        blobs: in layer order; may be lazy.
-        geometry: of the model.
-        rotary: of the model.
-        device: where the entries go.
-        dtype: of the entries: the model's.
-        codecs: by name.
-
-    Raises:
-        SnapshotCorrupt: if a blob is missing, damaged or of a wrong length.
-    """
-    counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, 0)])
-    keys, values = torch.empty(2, int(offsets[-1]), geometry.head_dim, dtype=dtype, device=device)
-    positions, biases, at = [], [], 0
-    received, codec = iter(blobs), reader_of(manifest, codecs)
-    for index in range(len(manifest.blob_bytes)):
-        block = read_block(manifest, index, next(received, b""), codec, device)
-        found = torch.from_numpy(np.concatenate(block.heads)).to(device)
-        stop = at + len(found)
-        values[at:stop] = block.values
-        layers = range(index * manifest.block_layers, (index + 1) * manifest.block_layers)
-        sizes = [sum(manifest.counts[layer]) for layer in layers]
-        parts = zip(layers, block.keys.split(sizes), found.split(sizes), strict=True)  # type: ignore[no-untyped-call]
-        for layer, part, places in parts:
-            keys[at : at + len(part)] = rotary.redo(layer, part, places) if codec.pre_rope else part
-            at += len(part)
-        positions.append(found)
-        biases += [] if block.bias is None else [block.bias]
-    header = SnapshotHeader(
-        manifest.fingerprint, manifest.n_tokens, manifest.next_position, manifest.n_sink, manifest.policy
-    )
-    bias = torch.cat(biases) if biases else None
-    return Snapshot(geometry, header, keys, values, torch.cat(positions), offsets, bias=bias)
-
-
-def reader_of(manifest: Manifest, codecs: Mapping[str, Codec] = CODECS) -> Codec:
-    """The codec that wrote a snapshot.
-
-    Raises:
-        SnapshotCorrupt: if its header cannot be read.
-    """
-    try:
-        return reading(codecs[manifest.codec], manifest.codec_header)
-    except ValueError as error:
-        raise SnapshotCorrupt(f"the snapshot's codec cannot be set up: {error}") from error
-
-
-def read_block(manifest: Manifest, index: int, blob: bytes, codec: Codec, device: torch.device) -> Block:
-    """Check and decode a blob.
-
-    Raises:
-        SnapshotCorrupt: if it is missing, damaged or of a wrong length.
-    """
-    m, first = manifest, index * manifest.block_layers
-    if len(blob) != m.blob_bytes[index] or xxhash.xxh3_64_hexdigest(blob) != m.blob_sums[index]:
-        raise SnapshotCorrupt(f"layer {first} of the snapshot is missing or damaged")
-    counts = [count for layer in m.counts[first : first + m.block_layers] for count in layer]
-    try:
-        return blob_format.read(
-            blob, counts, index, codec, m.n_tokens, m.n_sink, m.head_dim, biased=m.biased, device=device
-        )
-    except (ValueError, IndexError) as error:
-        raise SnapshotCorrupt(f"layer {first} of the snapshot cannot be decoded: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from precis.core import Geometry
 from precis.errors import UnsupportedModel
+from precis.rope import turn_halves
 from precis.transform import Transform
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -189,13 +190,14 @@ class Rotary:
         module = sys.modules[type(model.attentions[0]).__module__]
         self._apply = getattr(module, "apply_rotary_pos_emb", None)
         self._embedding = getattr(model.decoder, "rotary_emb", None)
-        self._device = model.device
+        self._device, self.head_dim = model.device, model.geometry.head_dim
         self._kinds = getattr(model.hf.config.get_text_config(decoder=True), "layer_types", None)
         self._per_kind = (
             self._embedding is not None and "layer_type" in inspect.signature(type(self._embedding).forward).parameters
         )
         self.n_positions = n_positions
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._by_halves: dict[str, bool] = {}
 
     def undo(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [n, D] at `positions` [n] -> float32 keys before RoPE."""
@@ -204,6 +206,20 @@ class Rotary:
     def redo(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [n, D] before RoPE -> float32 keys at `positions` [n]."""
         return self._turn(layer, keys, positions, 1.0)
+
+    def redo_in_place(self, layers: range, keys: Tensor, positions: Tensor, sizes: Sequence[int]) -> None:
+        """Keys [n, D] of several layers before RoPE -> keys at `positions` [n].
+
+        Args:
+            layers: whose keys they are.
+            keys: layer by layer, in any floating dtype; written to.
+            positions: int32.
+            sizes: keys of each layer.
+        """
+        parts = zip(layers, keys.split(list(sizes)), positions.split(list(sizes)), strict=True)  # type: ignore[no-untyped-call]
+        for layer, key, places in parts:
+            if not (self.turns_halves(layer) and turn_halves(key, places.int(), *self._table(layer))):
+                key.copy_(self.redo(layer, key, places))
 
     def pull_back(self, layer: int, gradients: Tensor, positions: Tensor) -> Tensor:
         """Gradients with respect to keys [n, D] at `positions` [n] -> float32, with respect to keys before RoPE."""
@@ -222,8 +238,22 @@ class Rotary:
             turned[..., : cos.shape[-1]] /= float(getattr(self._embedding, "attention_scaling", 1.0)) ** 2
         return turned  # type: ignore[no-any-return]
 
+    def turns_halves(self, layer: int) -> bool:
+        """Whether the layer's family rotates as `turn_halves` does: tried once."""
+        kind = self._kind(layer)
+        if kind not in self._by_halves and self._apply is not None and self._embedding is not None:
+            positions = torch.arange(min(8, self.n_positions), dtype=torch.int32, device=self._device)
+            keys = torch.linspace(-1, 2, len(positions) * self.head_dim, device=self._device).reshape(-1, self.head_dim)
+            expected = self.redo(layer, keys, positions)
+            turned = turn_halves(keys, positions, *self._table(layer))
+            self._by_halves[kind] = turned and torch.allclose(keys, expected, atol=1e-5)
+        return self._by_halves.get(kind, False)
+
+    def _kind(self, layer: int) -> str:
+        return self._kinds[layer] if self._per_kind and self._kinds else ""
+
     def _table(self, layer: int) -> tuple[Tensor, Tensor]:
-        kind = self._kinds[layer] if self._per_kind and self._kinds else ""
+        kind = self._kind(layer)
         if kind not in self._tables:
             steps = torch.arange(self.n_positions, device=self._device)[None]
             like = torch.zeros(1, device=self._device, dtype=torch.float32)

@@ -13,11 +13,12 @@ import xxhash
 from torch import Tensor
 
 from precis.blob import Block
-from precis.container import Packed, packed, read_block, reader_of
+from precis.container import Packed, packed
 from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.manifest import Manifest
 from precis.ranking import group_count, levels_of, rank_across
+from precis.reader import read_block, reader_of
 
 _ALWAYS = 255
 
@@ -56,7 +57,7 @@ def tighten(
     if len(raw) != n or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
         raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
     codec = reader_of(manifest)
-    layers = [read_block(manifest, layer, blobs[layer], codec, torch.device("cpu")) for layer in range(n_blobs)]
+    layers = [read_block(manifest, layer, blobs[layer], codec) for layer in range(n_blobs)]
     positions = torch.from_numpy(np.concatenate([head for layer in layers for head in layer.heads]))
     counts = torch.tensor(manifest.counts).flatten()
     stored = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())

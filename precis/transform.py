@@ -34,6 +34,7 @@ class Transform:
         axes: [B, R, r] float32, orthonormal columns, by falling variance.
         synthesis: [B, g * 2 * K, r, W] float32: per head, the axes times the inverse root, columns from D on 0; W is D
             rounded up to a multiple of 16.
+        products: [B, r, g * 2 * K * D] bfloat16: the same of all heads side by side.
         scales: [B, r] int8, on the CPU: twice the binary logarithm of a coefficient's standard deviation, rounded.
         fingerprint: of the artifact that it came from: what was coded by one transform is not decoded by another.
     """
@@ -42,6 +43,7 @@ class Transform:
     root: Tensor
     axes: Tensor
     synthesis: Tensor
+    products: Tensor
     scales: Tensor
     fingerprint: str = ""
 
@@ -53,15 +55,19 @@ class Transform:
     def forward(self, block: int, entries: Tensor) -> Tensor:
         """Entries [n, g, 2, K, D] of a block -> coefficients [n, r] float32."""
         layers = self._layers(block)
-        whitened = torch.einsum("nlckd,lckde->nlcke", entries.float() - self.mean[layers], self.root[layers])
+        whitened = torch.einsum("nlckd,lckde->nlcke", entries.float() - self.mean_of(block), self.root[layers])
         return whitened.reshape(entries.shape[0], -1) @ self.axes[block]
 
     def backward(self, block: int, coefficients: Tensor) -> Tensor:
         """The first coefficients [n, r' <= r] of a block -> entries [n, g, 2, K, D] float32."""
         dim, n_axes = self.mean.shape[-1], coefficients.shape[1]
         heads = coefficients @ self.synthesis[block, :, :n_axes, :dim]
-        mean = self.mean[self._layers(block)]
+        mean = self.mean_of(block)
         return heads.transpose(0, 1).view(-1, *mean.shape) + mean
+
+    def mean_of(self, block: int) -> Tensor:
+        """[g, 2, K, D] of a block's layers."""
+        return self.mean[self._layers(block)]
 
     def _layers(self, block: int) -> slice:
         return slice(block * self.block_layers, (block + 1) * self.block_layers)
@@ -115,7 +121,8 @@ def _made(mean: Tensor, root: Tensor, axes: Tensor, scales: Tensor, fingerprint:
     inverse = torch.linalg.inv(root).reshape(n_blocks, -1, dim, dim)
     heads = axes.reshape(n_blocks, -1, dim, rank).transpose(2, 3) @ inverse
     synthesis = torch.nn.functional.pad(heads, (0, -dim % WIDTH))
-    return Transform(mean, root, axes, synthesis, scales, fingerprint)
+    products = heads.permute(0, 2, 1, 3).reshape(n_blocks, rank, -1).bfloat16()
+    return Transform(mean, root, axes, synthesis, products, scales, fingerprint)
 
 
 def leading_axes(rank: int) -> int:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from precis.container import check_manifest, codecs_of, unpack
+from precis.container import codecs_of
 from precis.core import Snapshot
 from precis.errors import SnapshotError
 from precis.fingerprint import of_context
 from precis.manifest import open_manifest
+from precis.reader import check_manifest, unpack
 from precis.wire.messages import ContextRecord
 from workers import metrics
 from workers.models import Served

@@ -12,7 +12,7 @@ import redis
 import structlog
 import torch
 
-from precis.container import Packed, check_manifest, codecs_of, load
+from precis.container import Packed, codecs_of
 from precis.core import Snapshot, SnapshotHeader
 from precis.errors import ContextNotFound, OutOfMemory, SnapshotError, SnapshotStale
 from precis.fidelity import Fidelity
@@ -21,6 +21,7 @@ from precis.full_cache import Between
 from precis.manifest import open_manifest
 from precis.pipeline import compress, document_of
 from precis.protection import budget_per_head, count_protected
+from precis.reader import check_manifest, load
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
 from precis.tighten import tighten

@@ -27,13 +27,14 @@ from benchmarks.quality.corpus import Question, Text, from_folder
 from benchmarks.quality.report import report
 from benchmarks.quality.ruler import Length, documents
 from precis.attempt import Attempt
-from precis.container import CODECS, load, pack
+from precis.container import CODECS, pack
 from precis.core import Prefill, Snapshot
 from precis.full_cache import Document
 from precis.pipeline import document_of
 from precis.policies import POLICIES
 from precis.prefill import prefill
 from precis.protection import budget_per_head
+from precis.reader import load
 from precis.selection import score
 from precis.text import ContextPart
 from precis.wire.messages import Message

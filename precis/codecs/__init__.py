@@ -65,8 +65,8 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """Parts -> keys and values [n, D] in a floating dtype."""
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
+        """Write what the parts say into keys and values [n, D], of any floating dtype."""
         ...
 
 
@@ -96,6 +96,24 @@ class TunedCodec(Codec, Protocol):
             ValueError: if no codec wrote it.
         """
         ...
+
+
+@runtime_checkable
+class EntropyCodec(Codec, Protocol):
+    """A codec with a stage of decoding that one thread does, for several blocks at once."""
+
+    def unravel(self, parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
+        """Stored parts -> those that `decode` takes.
+
+        Raises:
+            ValueError: if a byte cannot be right.
+        """
+        ...
+
+
+def unraveled(codec: Codec, parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
+    """What the codec's `decode` takes."""
+    return codec.unravel(parts, layout) if isinstance(codec, EntropyCodec) else parts
 
 
 def block_layers(codec: Codec) -> int:

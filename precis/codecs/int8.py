@@ -38,6 +38,6 @@ class Int8:
         check_encodable(values)
         return encode_groups(keys, values, layout.counts, 8)
 
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
         """Within half a step of each entry."""
-        return decode_groups(parts, layout.counts, layout.head_dim, 8)
+        keys[:], values[:] = decode_groups(parts, layout.counts, layout.head_dim, 8)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from precis.codecs import Layout, Shape
@@ -66,15 +65,14 @@ class Kivi:
             keys, values = rotate(keys), rotate(values)
         return {**sinks, **encode_groups(keys, values, _rest(layout), self.n_bits, self.group)}
 
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
         """Within half a step of each entry, or, rotated, of each channel of the rotated one."""
-        device, d = parts["keys"].device, layout.head_dim
-        is_sink = sink_rows(layout.counts, layout.sinks, device)
-        keys, values = torch.empty(2, layout.n_entries, d, device=device)
-        keys[is_sink], values[is_sink] = decode_sinks(parts)
-        key, value = decode_groups(parts, _rest(layout), d, self.n_bits, self.group)
-        keys[~is_sink], values[~is_sink] = (rotate(key), rotate(value)) if self.rotated else (key, value)
-        return keys, values
+        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
+        keys[is_sink], values[is_sink] = decode_sinks(parts).to(keys.dtype)
+        found = decode_groups(parts, _rest(layout), layout.head_dim, self.n_bits, self.group)
+        if self.rotated:
+            found = rotate(found[0]), rotate(found[1])
+        keys[~is_sink], values[~is_sink] = found[0].to(keys.dtype), found[1].to(keys.dtype)
 
 
 def _rest(layout: Layout) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Raw16:
             "bfloat16": torch.tensor([not half], dtype=torch.uint8),
         }
 
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
         """The same numbers."""
         dtype = torch.bfloat16 if int(parts["bfloat16"][0]) else torch.float16
-        return parts["keys"].view(dtype), parts["values"].view(dtype)
+        keys[:], values[:] = parts["keys"].view(dtype), parts["values"].view(dtype)

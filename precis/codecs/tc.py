@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from precis.codecs import VARIABLE, Layout, Shape
-from precis.coefficients import Coded, Rows, decode, encode, read_tables
+from precis.coefficients import Coded, Levels, Rows, decode, encode, read_tables
 from precis.errors import SnapshotStale
 from precis.positions import Positions
 from precis.quantize import check_encodable, decode_sinks, encode_sinks, sink_rows, sink_shapes
-from precis.synthesis import synthesize
+from precis.synthesis import Target, synthesize
 from precis.transform import Transform
 
 _NONE = np.zeros((0, 0), np.uint16)
+_ARRAYS = ("symbols", "escapes", "steps", "used", "n_escapes")  # of Levels
 _MARK_BYTES = 16  # of the fingerprint of a transform
 
 
@@ -81,20 +82,19 @@ class TransformCodec:
 
     def rows(self, keys: Tensor, values: Tensor, layout: Layout) -> Rows:
         """The coefficients of a block's tokens."""
-        tokens, kept = _tokens(layout)
-        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
-        mean = self._mean(layout).to(keys.device)
-        entries = mean.expand(len(tokens), *mean.shape).clone()
-        rows = torch.from_numpy(np.concatenate(kept)).long().to(keys.device)
-        heads = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor([len(own) for own in kept]))
-        entries[rows, :, heads.to(keys.device)] = torch.stack([keys, values], 1).float()[~is_sink]
+        tokens, places = _tokens(layout)
+        mean = self.transform.mean_of(layout.index).transpose(0, 1).flatten(1, 2).to(keys.device)
+        entries = mean.expand(len(tokens), *mean.shape).clone()  # it stands for entries that were not kept
+        kept = torch.from_numpy(places).to(keys.device)
+        heads, rows = (kept >= 0).nonzero(as_tuple=True)
+        taken = kept[heads, rows].long()
+        entries[rows, :, heads] = torch.stack([keys[taken], values[taken]], 1).float()
         entries = entries.view(len(tokens), 2, self.block_layers, -1, layout.head_dim).transpose(1, 2)
         coefficients = self.transform.forward(layout.index, entries.to(self.transform.axes.device)).cpu()
-        if self.classes is None:
-            classes = torch.zeros(len(tokens), dtype=torch.int64)
-        else:
+        classes = torch.zeros(len(tokens), dtype=torch.int64)
+        if self.classes is not None:
             classes = self.classes[layout.index].cpu()[torch.from_numpy(tokens).long()]
-        return Rows(coefficients, classes, self._scales(layout))
+        return Rows(coefficients, classes, self.transform.scales[layout.index])
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Sinks as int4 has them, then the stream."""
@@ -112,38 +112,38 @@ class TransformCodec:
         stream = torch.from_numpy(np.frombuffer(self.coded.blocks[layout.index], np.uint8).copy())
         return {**encode_sinks(keys[is_sink].float(), values[is_sink].float()), "stream": stream}
 
-    def decode(self, parts: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """Within about half a step of each coefficient.
+    def unravel(self, parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
+        """Levels and places instead of the stream.
 
         Raises:
             ValueError: if the stream cannot be right.
         """
-        device = parts["stream"].device
-        tokens, rows = _tokens(layout)
-        levels = decode(*self.tables, parts["stream"].cpu().numpy().tobytes(), len(tokens), self._scales(layout))
-        keys, values = torch.empty(2, layout.n_entries, layout.head_dim, device=device)
-        ends = np.cumsum(layout.counts).tolist()
-        starts = [end - len(own) for end, own in zip(ends, rows, strict=True)]
-        synthesize(self.transform, layout.index, levels, rows, starts, keys, values)
-        is_sink = sink_rows(layout.counts, layout.sinks, device)
-        keys[is_sink], values[is_sink] = decode_sinks(parts)
-        return keys, values
+        tokens, places = _tokens(layout)
+        stream, scales = parts["stream"].cpu().numpy().tobytes(), self.transform.scales[layout.index]
+        found = decode(*self.tables, stream, len(tokens), scales)
+        arrays = {name: torch.from_numpy(getattr(found, name)) for name in _ARRAYS}
+        return {**parts, **arrays, "places": torch.from_numpy(places)}
 
-    def _scales(self, layout: Layout) -> Tensor:
-        return self.transform.scales[layout.index]
+    def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
+        """Within about half a step of each coefficient."""
+        levels = Levels(step=self.tables[0], **{name: parts[name].numpy() for name in _ARRAYS})
+        synthesize(self.transform, layout.index, levels, Target(parts["places"].numpy(), keys, values))
+        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
+        keys[is_sink], values[is_sink] = decode_sinks(parts).to(keys.dtype)
 
     @property
     def _mark(self) -> bytes:
         return bytes.fromhex(self.transform.fingerprint)[:_MARK_BYTES].ljust(_MARK_BYTES, b"\0")
 
-    def _mean(self, layout: Layout) -> Tensor:
-        """[2, g * K, D] of a block: what stands for entries that were not kept."""
-        first = layout.index * self.block_layers
-        return self.transform.mean[first : first + self.block_layers].transpose(0, 1).flatten(1, 2)
 
-
-def _tokens(layout: Layout) -> tuple[Positions, list[NDArray[np.int32]]]:
-    """Tokens that some head kept, besides sinks; per head, which of them it keeps."""
+def _tokens(layout: Layout) -> tuple[Positions, NDArray[np.int32]]:
+    """Tokens that some head kept, besides sinks; [heads, tokens] int32, which entry each head keeps of each, or -1."""
     later = [head[n_sink:] for head, n_sink in zip(layout.heads, layout.sinks, strict=True)]
+    starts = np.cumsum([0, *layout.counts])[:-1] + np.array(layout.sinks)
+    if all(np.array_equal(head, later[0]) for head in later[1:]):
+        return later[0], (starts[:, None] + np.arange(len(later[0]))[None]).astype(np.int32)
     tokens = np.unique(np.concatenate(later))
-    return tokens, [np.searchsorted(tokens, head).astype(np.int32) for head in later]
+    places = np.full((len(later), len(tokens)), -1, np.int32)
+    for own, start, head in zip(places, starts, later, strict=True):
+        own[np.searchsorted(tokens, head)] = start + np.arange(len(head))
+    return tokens, places

@@ -14,9 +14,10 @@
 #include <limits>
 #include <memory>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "parallel.h"
 
 namespace {
 
@@ -282,7 +283,6 @@ extern "C" int precis_recording_attention(
   std::vector<Packed> caches;
   std::vector<Tile> workplaces;
   std::vector<Floats> maxima, sums;
-  std::vector<std::thread> helpers;
   try {
     for (int head = 0; head < n_kv_heads; head++)
       caches.push_back({Floats(static_cast<size_t>(padded) * head_dim), Floats(static_cast<size_t>(padded) * width)});
@@ -291,12 +291,11 @@ extern "C" int precis_recording_attention(
       maxima.emplace_back(static_cast<size_t>(n_heads) * span);
       if (squares) sums.emplace_back(static_cast<size_t>(n_heads) * span);
     }
-    helpers.reserve(n_threads);
   } catch (const std::bad_alloc&) {
     return 2;
   }
   std::atomic<int> next_pack{0}, packed{0}, next_tile{0};
-  auto work = [&](int thread) {
+  const auto work = [&](int thread) {
     for (int head; (head = next_pack++) < n_kv_heads; packed++)
       pack(keys + static_cast<size_t>(head) * n_keys * head_dim, values + static_cast<size_t>(head) * n_keys * head_dim,
            n_keys, head_dim, width, caches[head]);
@@ -308,15 +307,7 @@ extern "C" int precis_recording_attention(
           caches[head / group], head, at * kRows, &maxima[thread][row], squares ? &sums[thread][row] : nullptr);
     }
   };
-  for (int thread = 1; thread < n_threads; thread++) {
-    try {
-      helpers.emplace_back(work, thread);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: fewer do the same work
-    }
-  }
-  work(0);
-  for (auto& helper : helpers) helper.join();
+  precis::on_threads(n_threads, work);
   for (const auto& found : maxima)
     for (size_t i = 0; i < static_cast<size_t>(n_heads) * span; i++) best[i] = std::max(best[i], found[i]);
   for (const auto& found : sums)

@@ -30,8 +30,11 @@ def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
         march = [f"-march={level}"] if level else []
         flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *march, *options]
         command = [*compiler.split(), *flags, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
+        for extra in (["-fopenmp"], []):  # not every compiler comes with it
+            done = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+        else:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         part.replace(target)
         made.append(target)

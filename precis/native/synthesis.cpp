@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
-#include <system_error>
-#include <thread>
 #include <vector>
+
+#include "parallel.h"
 
 namespace {
 
@@ -60,75 +60,62 @@ bool gather(const uint8_t* symbols, const int32_t* escapes, int64_t n_escapes, c
 
 template <int V>
 void sum_rows(const float* matrix, int width, const float* mean, const Term* terms, const size_t* begins,
-              const int32_t* rows, int64_t n_rows, float* out, int dim, int n_columns) {
-  for (int64_t i = 0; i < n_rows; i++) {
+              const int32_t* places, int n_rows, float* out, int dim, int n_columns) {
+  for (int row = 0; row < n_rows; row++) {
+    if (places[row] < 0) continue;
     Vec sums[V];
     for (int v = 0; v < V; v++) sums[v] = load(mean + v * kVec);
-    const Term* stop = terms + begins[rows[i] + 1];
-    for (const Term* term = terms + begins[rows[i]]; term < stop; term++) {
+    const Term* stop = terms + begins[row + 1];
+    for (const Term* term = terms + begins[row]; term < stop; term++) {
       const float* from = matrix + static_cast<size_t>(term->axis) * width;
       for (int v = 0; v < V; v++) sums[v] += load(from + v * kVec) * term->value;
     }
-    std::memcpy(out + i * dim, sums, sizeof(float) * n_columns);
+    std::memcpy(out + static_cast<size_t>(places[row]) * dim, sums, sizeof(float) * n_columns);
   }
 }
 
-using Sum = void (*)(const float*, int, const float*, const Term*, const size_t*, const int32_t*, int64_t, float*, int,
-                     int);
+using Sum = void (*)(const float*, int, const float*, const Term*, const size_t*, const int32_t*, int, float*, int, int);
 constexpr Sum kSums[kMost] = {sum_rows<1>, sum_rows<2>, sum_rows<3>, sum_rows<4>};
 
 }  // namespace
 
 // symbols [n][r], steps [n], matrix [n_layers][2][n_kv_heads][n_axes][width] and mean [n_layers][2][n_kv_heads][width],
-// width the head dim rounded up to whole vectors. Head h of a layer l is head j = l * n_kv_heads + h: its entries are the
-// rows[firsts[j]] to rows[firsts[j + 1]], and are written to keys and values [..][dim] from starts[j] on. Returns 0; 1 if
-// an argument is wrong; 2 if there is no memory.
+// width the head dim rounded up to whole vectors. Row i of head j = layer * n_kv_heads + head is written to keys and values
+// [n_entries][dim] at places[j][i], unless that is below 0. Returns 0; 1 if an argument is wrong; 2 if there is no memory.
 extern "C" int precis_synthesize(const uint8_t* symbols, const int32_t* escapes, int64_t n_escapes, const float* steps,
                                  int n, int r, const float* matrix, const float* mean, int n_axes, int width, int dim,
-                                 int n_layers, int n_kv_heads, const int32_t* rows, const int64_t* firsts,
-                                 const int64_t* starts, float* keys, float* values, int n_threads) {
+                                 int n_layers, int n_kv_heads, const int32_t* places, int64_t n_entries, float* keys,
+                                 float* values, int n_threads) {
   if (n < 0 || r < 0 || r > n_axes || dim <= 0 || width < dim || width % kVec || n_layers <= 0 || n_kv_heads <= 0 ||
       n_threads <= 0)
     return 1;
   const int n_heads = n_layers * n_kv_heads;
-  for (int64_t i = firsts[0]; i < firsts[n_heads]; i++)
-    if (rows[i] < 0 || rows[i] >= n) return 1;
+  for (size_t i = 0; i < static_cast<size_t>(n_heads) * n; i++)
+    if (places[i] >= n_entries) return 1;
   std::vector<Term> terms;
   std::vector<size_t> begins;
-  std::vector<std::thread> helpers;
-  try {
-    if (!gather(symbols, escapes, n_escapes, steps, n, r, terms, begins)) return 1;
-    helpers.reserve(n_threads);
-  } catch (const std::bad_alloc&) {
-    return 2;
-  }
   std::atomic<int> next{0};
-  auto work = [&]() {
+  const auto work = [&](int) {
     for (int index; (index = next++) < 2 * n_heads;) {
       const int layer = index / (2 * n_kv_heads), kind = index / n_kv_heads % 2, head = index % n_kv_heads;
-      const int j = layer * n_kv_heads + head;
       const float* own = matrix + static_cast<size_t>(index) * n_axes * width;
-      float* out = (kind ? values : keys) + starts[j] * dim;
-      const int64_t count = firsts[j + 1] - firsts[j];
-      for (int64_t first = 0; first < count; first += kRows) {  // terms stay in a cache from column to column
-        const int64_t n_rows = std::min<int64_t>(kRows, count - first);
+      const int32_t* to = places + static_cast<size_t>(layer * n_kv_heads + head) * n;
+      for (int first = 0; first < n; first += kRows) {  // terms stay in a cache from column to column
+        const int n_rows = std::min(kRows, n - first);
         for (int column = 0; column < dim; column += kMost * kVec) {
           const int n_columns = std::min(kMost * kVec, dim - column);
           kSums[(n_columns + kVec - 1) / kVec - 1](own + column, width, mean + static_cast<size_t>(index) * width + column,
-                                                   terms.data(), begins.data(), rows + firsts[j] + first, n_rows,
-                                                   out + first * dim + column, dim, n_columns);
+                                                   terms.data(), begins.data() + first, to + first, n_rows,
+                                                   (kind ? values : keys) + column, dim, n_columns);
         }
       }
     }
   };
-  for (int thread = 1; thread < n_threads; thread++) {
-    try {
-      helpers.emplace_back(work);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: fewer do the same work
-    }
+  try {
+    if (!gather(symbols, escapes, n_escapes, steps, n, r, terms, begins)) return 1;
+  } catch (const std::bad_alloc&) {
+    return 2;
   }
-  work();
-  for (auto& helper : helpers) helper.join();
+  precis::on_threads(n_threads, work);
   return 0;
 }

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from precis.container import load
 from precis.errors import BoundNotReached, BudgetTooSmall, SnapshotCorrupt, SnapshotStale
 from precis.families import Model, Rotary
 from precis.pipeline import compress
+from precis.reader import load
 from precis.wire.presets import Compression, resolve, with_artifacts
 from tests.precis.build import N_CONTEXT, document, tokens
 

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precis.container import CODECS, Packed, check_manifest, load, pack, unpack
+from precis.container import CODECS, Packed, pack
 from precis.core import Snapshot
 from precis.errors import SnapshotCorrupt, SnapshotError, SnapshotStale
 from precis.families import Model, Rotary, weight_digest
 from precis.manifest import Manifest, open_manifest
 from precis.pipeline import answer, compress
+from precis.reader import check_manifest, load, unpack
 from precis.sampling import Sampler
 from precis.sizes import head_bytes, packed_bytes
 from precis.wire.presets import resolve

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from precis import native, rope
 from precis.attention.plug import attach
 from precis.errors import UnsupportedModel
 from precis.families import Rotary, weight_digest
 from tests.precis.build import attached, read, tokens
+from tests.precis.test_native import FILES
 from tests.tiny import tiny
 
 _LAYERS = ["sliding_attention", "full_attention"] * 2
@@ -57,6 +60,33 @@ def test_rope_can_be_undone_and_redone(family: str) -> None:
         before = rotary.undo(layer, keys, positions)
         assert float((before - keys)[50:].abs().max()) > 0.01  # it does turn
         torch.testing.assert_close(rotary.redo(layer, before, positions), keys, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "torch")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "cohere", "glm4"])
+def test_rope_is_the_same_in_place(
+    family: str, path: Path | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "library", lambda: native.opened(path) if path else None)
+    rotary = Rotary(attached(family, **({"head_dim": 16} if family == "glm4" else {})), 512)
+    positions = torch.randperm(512, generator=torch.Generator().manual_seed(1)).to(torch.int32)[:100]
+    keys = torch.randn(100, rotary.head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = [
+        rotary.redo(layer, keys[part], positions[part]) for layer, part in ((2, slice(60)), (3, slice(60, 100)))
+    ]
+    rotary.redo_in_place(range(2, 4), keys, positions, [60, 40])
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(keys.float(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    by_halves = {rotary.turns_halves(layer) for layer in (2, 3)}
+    assert by_halves == {path is not None and family not in {"cohere", "glm4"}}  # which turn neighbours
+
+
+def test_a_position_beyond_the_tables_is_refused() -> None:
+    rotary = Rotary(attached("llama"), 512)
+    for beyond in (512, -513):
+        with pytest.raises(IndexError):
+            rotary.redo_in_place(range(1), torch.ones(1, 12), torch.tensor([beyond], dtype=torch.int32), [1])
 
 
 def test_keys_before_rope_are_what_the_projection_gave() -> None:

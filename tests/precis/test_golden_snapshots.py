@@ -10,11 +10,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from precis.container import CODECS, Packed, codecs_of, load
+from precis.container import CODECS, Packed, codecs_of
 from precis.core import Snapshot
 from precis.errors import SnapshotStale
 from precis.families import Model, Rotary
 from precis.fingerprint import FORMAT_VERSION
+from precis.reader import load
 from precis.transform import Transform
 from tests.precis.build import attached
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from precis.attention.plug import attach
-from precis.container import load
 from precis.engine import step
 from precis.families import Rotary
 from precis.pipeline import answer, compress
+from precis.reader import load
 from precis.sampling import Sampler
 from precis.session import Feed, Session
 from precis.views.sage import SageView

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precis.attention.torch_ref import Segment, attend
 from precis.budgets.uniform import Uniform
-from precis.container import CODECS, check_manifest, pack, read_block, reader_of, unpack
+from precis.container import CODECS, pack
 from precis.core import Prefill
 from precis.engine import step
 from precis.errors import SnapshotCorrupt
@@ -20,6 +20,7 @@ from precis.mergers.folding import Folding
 from precis.mergers.kvmerger import KVMerger
 from precis.policies import Policy
 from precis.ranking import rank_per_head
+from precis.reader import check_manifest, read_block, reader_of, unpack
 from precis.scorers.h2o import H2O
 from precis.selection import merge, protected_mask
 from precis.selectors.topk import TopK
@@ -150,7 +151,7 @@ def test_a_bias_that_is_no_number_is_refused(model: Model, full: Prefill) -> Non
     packed = pack(replace(snapshot, bias=bias), CODECS["raw16"], Rotary(model, 512))
     manifest = open_manifest(packed.manifest)
     with pytest.raises(SnapshotCorrupt, match="bias"):
-        read_block(manifest, 0, packed.blobs[0], reader_of(manifest), torch.device("cpu"))
+        read_block(manifest, 0, packed.blobs[0], reader_of(manifest))
 
 
 def test_merged_selections_do_not_nest() -> None:

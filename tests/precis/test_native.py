@@ -37,7 +37,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
 def test_it_was_compiled_where_there_is_a_compiler(tmp_path: Path) -> None:
     assert FILES
     assert native.library() is not None
-    for source in Path(native.__file__).parent.glob("*.cpp"):
+    for source in Path(native.__file__).parent.glob("*.[ch]*"):
         (tmp_path / source.name).write_text(source.read_text())
     made = build(tmp_path)
     assert {path.name for path in made} >= {path.name for path in FILES}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from precis.axes import measure
 from precis.codecs import Codec
 from precis.codecs.tc import TransformCodec
-from precis.container import CODECS, Packed, check_manifest, pack, unpack
+from precis.container import CODECS, Packed, pack
 from precis.core import Snapshot
 from precis.errors import BudgetTooSmall, SnapshotCorrupt, SnapshotError
 from precis.families import Model, Rotary
@@ -21,6 +21,7 @@ from precis.manifest import open_manifest, seal_of
 from precis.observations.fisher import RepeatGradients
 from precis.observations.repeat import RepeatAttention
 from precis.rates import Coding, classes_of
+from precis.reader import check_manifest, unpack
 from precis.transform import Transform
 from tests.precis.build import N_CONTEXT, cut, document, read, tokens
 

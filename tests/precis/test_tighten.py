@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from precis.attempt import Compressed, header_of
-from precis.container import load
 from precis.core import SnapshotHeader
 from precis.errors import SnapshotCorrupt
 from precis.families import Model, Rotary
@@ -16,6 +15,7 @@ from precis.manifest import open_manifest
 from precis.pipeline import compress
 from precis.protection import count_protected
 from precis.ranking import levels_of, rank_per_head
+from precis.reader import load
 from precis.tighten import tighten
 from precis.wire.presets import PRESETS, Compression
 from tests.precis.build import N_CONTEXT, attached, document, tokens

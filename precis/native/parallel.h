@@ -1,0 +1,59 @@
+// What the kernels share: work on several threads, and bfloat16.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace precis {
+
+// Calls work(thread) on up to n_threads threads at once, this one among them; work throws nothing. With OpenMP these are
+// torch's own threads, which would else go on looking for work, and take the cores, for a while after each operation.
+template <class Work>
+void on_threads(int n_threads, const Work& work) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(n_threads)
+  work(omp_get_thread_num());
+#else
+  std::vector<std::thread> helpers;
+  try {
+    helpers.reserve(n_threads);
+    for (int thread = 1; thread < n_threads; thread++) helpers.emplace_back(work, thread);
+  } catch (const std::exception&) {
+    // no memory or no more threads to be had: fewer do the same work
+  }
+  work(0);
+  for (auto& helper : helpers) helper.join();
+#endif
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float widened(float x) { return x; }
+
+inline float widened(Bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+// To the nearest, ties to even; x is finite.
+inline void narrow(float x, Bf16& to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to.bits = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline void narrow(float x, float& to) { to = x; }
+
+}  // namespace precis

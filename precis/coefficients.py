@@ -1,8 +1,6 @@
-"""Coefficients of a transform <-> few bytes: one step for everything, a finer one for tokens that matter, rANS.
+"""Coefficients of a transform <-> few bytes: quantised, then entropy-coded with a context per number (`precis.rans`).
 
-A token of class k is quantised with step / 2^k, in all blocks' coefficients alike; a dead zone rounds towards 0. The
-context of a symbol is its expected size: the coefficient's scale and the token's class, in half octaves of the step.
-Both are integers, so that every machine finds the same contexts. Tables are counted over the whole snapshot.
+See `precis.rows` for how numbers are rounded. Tables are counted over the whole snapshot.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,30 +20,13 @@ from torch import Tensor
 
 from precis import rans
 from precis.native import library
+from precis.rows import MAX_CLASS, MAX_GAIN, N_CONTEXTS, Rows, contexts_of, half_octaves, quantise
 
-MAX_CLASS = 8
-DEAD_ZONE = 0.12
-_CONTEXTS, _MIDDLE = 40, 12  # half octaves; a coefficient as large as the step is in the middle one
 _ZERO, _ESCAPE = 128, 0
-_LARGEST = 2.0**24  # of whole numbers that float32 tells apart
 _LIMIT = 127  # of |symbol - _ZERO|; beyond it a number is stored apart
-_TABLE_BYTES = 2 * rans.N_SYMBOLS * (_CONTEXTS + 1)
-_HEAD = struct.Struct("<IIII")  # axes, bytes of classes, bytes of symbols, escapes
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The coefficients of a block.
-
-    Attributes:
-        coefficients: [n, r] float32.
-        classes: [n] int, -8 to 8: the binary logarithm of how much finer than the step a token is quantised.
-        scales: [r] int8, from the transform.
-    """
-
-    coefficients: Tensor
-    classes: Tensor
-    scales: Tensor
+_N_TABLES = N_CONTEXTS + 2  # one for classes, one for gains
+_TABLE_BYTES = 2 * rans.N_SYMBOLS * _N_TABLES
+_HEAD = struct.Struct("<IIIII")  # axes, bytes of classes, of gains and of symbols, escapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +49,7 @@ class Levels:
     Attributes:
         symbols: [n, r'] uint8, r' <= r: 128 is 0; 0 stands for the next escape.
         escapes: int32, levels that no symbol has.
-        steps: [n] float32, the step of each row: `step` times a power of two.
-        step: of class 0.
+        steps: [n] float32, the step of each row.
         used: [n] int32, columns up to the last that is not 0.
         n_escapes: [n] int32, of each row.
     """
@@ -76,12 +57,11 @@ class Levels:
     symbols: rans.Bytes
     escapes: NDArray[np.int32]
     steps: NDArray[np.float32]
-    step: float
     used: NDArray[np.int32]
     n_escapes: NDArray[np.int32]
 
     @staticmethod
-    def of(symbols: rans.Bytes, escapes: NDArray[np.int32], steps: NDArray[np.float32], step: float) -> Levels:
+    def of(symbols: rans.Bytes, escapes: NDArray[np.int32], steps: NDArray[np.float32]) -> Levels:
         """With what `symbols` tell.
 
         Raises:
@@ -91,13 +71,17 @@ class Levels:
         used, n_escapes = _scanned(symbols)
         if int(n_escapes.sum()) != len(escapes) or len(steps) != len(symbols):
             raise ValueError("a block has another number of escapes than it says")
-        return Levels(symbols, escapes, steps, step, used, n_escapes)
+        return Levels(symbols, escapes, steps, used, n_escapes)
 
-    def dense(self, scale: float = 1.0) -> Tensor:
-        """Coefficients [n, r'] float32, times `scale`."""
+    def whole(self) -> Tensor:
+        """[n, r'] float32, coefficients in units of their rows' steps."""
         levels = torch.from_numpy(self.symbols.astype(np.float32)).sub_(_ZERO)
         levels[torch.from_numpy(self.symbols == _ESCAPE)] = torch.from_numpy(self.escapes.astype(np.float32))
-        return levels * torch.from_numpy(self.steps * np.float32(scale))[:, None]
+        return levels
+
+    def dense(self) -> Tensor:
+        """Coefficients [n, r'] float32."""
+        return self.whole() * torch.from_numpy(self.steps)[:, None]
 
 
 def encode(blocks: Sequence[Rows], step: float) -> Coded:
@@ -110,24 +94,26 @@ def encode(blocks: Sequence[Rows], step: float) -> Coded:
     Raises:
         ValueError: if a coefficient is not finite, or beyond 2^24 steps.
     """
-    shift = _half_octaves(step)
-    quantised = [_quantise(rows, step) for rows in blocks]
-    counts = np.zeros((_CONTEXTS + 1, rans.N_SYMBOLS), np.int64)
-    parts: list[tuple[NDArray[Any], ...]] = []
-    for rows, levels in zip(blocks, quantised, strict=True):
+    counts = np.zeros((_N_TABLES, rans.N_SYMBOLS), np.int64)
+    parts: list[tuple[int, NDArray[Any], list[tuple[rans.Bytes, rans.Bytes]]]] = []
+    for rows in blocks:
+        levels, contexts, gains = quantise(rows, step)
         symbols, escapes = _symbols(levels)
-        contexts = _contexts(rows.classes, rows.scales[: levels.shape[1]], shift)
         classes = (rows.classes.cpu().numpy() + MAX_CLASS).astype(np.uint8)
-        counts[:_CONTEXTS] += _counted(symbols, contexts)
-        counts[_CONTEXTS] += np.bincount(classes, minlength=rans.N_SYMBOLS)
-        parts.append((symbols, contexts, escapes, classes))
+        coded: list[tuple[rans.Bytes, rans.Bytes]] = [
+            (classes, _of_row(rows, N_CONTEXTS)),
+            ((gains + MAX_GAIN).astype(np.uint8), _of_row(rows, N_CONTEXTS + 1)),
+            (symbols, contexts),
+        ]
+        for found, own in coded:
+            counts += _counted(found, own)
+        parts.append((levels.shape[1], escapes, coded))
     tables = rans.frequencies(counts)
     streams = []
-    for levels, (symbols, contexts, escapes, classes) in zip(quantised, parts, strict=True):
-        of_classes = rans.encode(classes, np.full(len(classes), _CONTEXTS, np.uint8), tables)
-        of_symbols = rans.encode(symbols, contexts, tables)
-        head = _HEAD.pack(levels.shape[1], len(of_classes), len(of_symbols), len(escapes))
-        streams.append(head + of_classes + of_symbols + escapes.tobytes())
+    for n_axes, escapes, coded in parts:
+        made = [rans.encode(found, own, tables) for found, own in coded]
+        head = _HEAD.pack(n_axes, *map(len, made), len(escapes))
+        streams.append(head + b"".join(made) + escapes.tobytes())
     head = struct.pack("<f", step)
     return Coded(head + zlib.compress(tables.astype("<u2").tobytes(), 9), tuple(streams))
 
@@ -147,20 +133,22 @@ def decode(step: float, tables: NDArray[np.uint16], stream: bytes, n: int, scale
     """
     if len(stream) < _HEAD.size:
         raise ValueError("a block ends early")
-    n_axes, n_classes, n_symbols, n_escapes = _HEAD.unpack_from(stream)
-    if n_axes > len(scales) or len(stream) != _HEAD.size + n_classes + n_symbols + 4 * n_escapes:
+    n_axes, *sizes, n_escapes = _HEAD.unpack_from(stream)
+    if n_axes > len(scales) or len(stream) != _HEAD.size + sum(sizes) + 4 * n_escapes:
         raise ValueError("a block has another length than it says")
-    at = _HEAD.size
-    classes = rans.decode(stream[at : at + n_classes], np.full(n, _CONTEXTS, np.uint8), tables)
-    at += n_classes
-    if n and int(classes.max()) > 2 * MAX_CLASS:
-        raise ValueError("a token has no such class")
-    of_tokens = torch.from_numpy(classes.astype(np.int64)) - MAX_CLASS
-    steps = (step * torch.exp2(-of_tokens.float())).numpy()
-    contexts = _contexts(of_tokens, scales[:n_axes], _half_octaves(step))
-    symbols = rans.decode(stream[at : at + n_symbols], contexts, tables)
-    escapes = np.frombuffer(stream, "<i4", n_escapes, at + n_symbols).astype(np.int32)
-    return Levels.of(symbols.reshape(n, n_axes), escapes, steps, step)
+    ends = np.cumsum([_HEAD.size, *sizes]).tolist()
+    pieces = [stream[start:stop] for start, stop in pairwise(ends)]
+    classes, gains = (
+        rans.decode(piece, np.full(n, N_CONTEXTS + i, np.uint8), tables).astype(np.int64) - middle
+        for i, (piece, middle) in enumerate(zip(pieces[:2], (MAX_CLASS, MAX_GAIN), strict=True))
+    )
+    if n and (int(classes.max()) > MAX_CLASS or int(gains.max()) > MAX_GAIN):
+        raise ValueError("a token has no such class or gain")
+    contexts = contexts_of(classes + gains, scales[:n_axes], half_octaves(step))
+    symbols = rans.decode(pieces[2], contexts.reshape(-1), tables)
+    escapes = np.frombuffer(stream, "<i4", n_escapes, ends[-1]).astype(np.int32)
+    steps = (step * torch.exp2(torch.from_numpy(classes).float() / -2)).numpy()
+    return Levels.of(symbols.reshape(n, n_axes), escapes, steps)
 
 
 def read_tables(data: bytes) -> tuple[float, NDArray[np.uint16]]:
@@ -177,35 +165,19 @@ def read_tables(data: bytes) -> tuple[float, NDArray[np.uint16]]:
         raise ValueError("the tables cannot be read") from error
     if len(plain) != _TABLE_BYTES or not raw.eof or raw.unused_data or not 0 < step < float("inf"):
         raise ValueError("the tables have a wrong length or step")
-    return step, np.frombuffer(plain, "<u2").reshape(_CONTEXTS + 1, rans.N_SYMBOLS).astype(np.uint16)
+    return step, np.frombuffer(plain, "<u2").reshape(_N_TABLES, rans.N_SYMBOLS).astype(np.uint16)
 
 
 def estimated_bytes(blocks: Sequence[Rows], step: float) -> float:
     """About what `encode` would give, from entropies alone."""
-    shift, counts, n_escapes = _half_octaves(step), np.zeros((_CONTEXTS, rans.N_SYMBOLS), np.int64), 0
+    counts, n_escapes = np.zeros((_N_TABLES, rans.N_SYMBOLS), np.int64), 0
     for rows in blocks:
-        levels = _quantise(rows, step)
+        levels, contexts, _ = quantise(rows, step)
         symbols, escapes = _symbols(levels)
-        counts += _counted(symbols, _contexts(rows.classes, rows.scales[: levels.shape[1]], shift))
+        counts += _counted(symbols, contexts)
         n_escapes += len(escapes)
     share = counts / np.maximum(1, counts.sum(1, keepdims=True))
     return float(-(counts * np.log2(share, where=counts > 0, out=np.zeros_like(share))).sum() / 8 + 4 * n_escapes)
-
-
-def _half_octaves(step: float) -> int:
-    """Twice the step's binary logarithm, from its bits: the same on every machine."""
-    mantissa, exponent = np.frexp(np.float32(step))
-    return 2 * int(exponent) - (1 if float(mantissa) < 0.75 else 0)
-
-
-def _quantise(rows: Rows, step: float) -> Tensor:
-    """[n, r'] whole numbers in float32; columns after the last that is not all 0 are left out."""
-    scaled = rows.coefficients * (torch.exp2(rows.classes.float()) / step)[:, None]
-    if not bool((scaled.abs() < _LARGEST).all()):  # not a number fails, too
-        raise ValueError("a coefficient is not finite, or too large for the step")
-    levels = scaled.sign() * (scaled.abs() + (0.5 - DEAD_ZONE)).floor()
-    used = levels.any(0).nonzero()
-    return levels[:, : int(used[-1]) + 1 if len(used) else 0]
 
 
 def _symbols(levels: Tensor) -> tuple[rans.Bytes, NDArray[np.int32]]:
@@ -230,15 +202,10 @@ def _scanned(symbols: rans.Bytes) -> tuple[NDArray[np.int32], NDArray[np.int32]]
     return used, n_escapes
 
 
-def _contexts(classes: Tensor, scales: Tensor, shift: int) -> rans.Bytes:
-    """[n * r'] contexts, by rows."""
-    sizes = scales.cpu().numpy().astype(np.int64) - shift + _MIDDLE
-    every = sizes[None] + 2 * np.arange(-MAX_CLASS, MAX_CLASS + 1)[:, None]
-    of_class: rans.Bytes = np.clip(every, 0, _CONTEXTS - 1).astype(np.uint8)
-    found: rans.Bytes = of_class[classes.cpu().numpy() + MAX_CLASS]
-    return found.reshape(-1)
+def _of_row(rows: Rows, context: int) -> rans.Bytes:
+    return np.full(len(rows.classes), context, np.uint8)
 
 
 def _counted(symbols: rans.Bytes, contexts: rans.Bytes) -> NDArray[np.int64]:
     flat = contexts.astype(np.int64) * rans.N_SYMBOLS + symbols
-    return np.bincount(flat, minlength=_CONTEXTS * rans.N_SYMBOLS).reshape(_CONTEXTS, rans.N_SYMBOLS)
+    return np.bincount(flat, minlength=_N_TABLES * rans.N_SYMBOLS).reshape(_N_TABLES, rans.N_SYMBOLS)

@@ -1,4 +1,4 @@
-"""Snapshot <-> bytes. The format, version 4, all integers little-endian:
+"""Snapshot <-> bytes. The format, version 5, all integers little-endian:
 
 A snapshot is one sealed manifest and one blob per block of layers; most codecs take every layer alone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-FORMAT_VERSION = 4  # of the snapshot container; a snapshot of another version is never read
+FORMAT_VERSION = 5  # of the snapshot container; a snapshot of another version is never read
 
 
 def digest(**fields: str | bytes | int) -> str:

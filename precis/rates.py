@@ -10,13 +10,14 @@ from torch import Tensor
 
 from precis.blob import Block
 from precis.codecs.tc import TransformCodec
-from precis.coefficients import MAX_CLASS, Rows, encode, estimated_bytes
+from precis.coefficients import encode, estimated_bytes
 from precis.container import Packed, blocks_of, layouts_of, packed
 from precis.core import Prefill, Snapshot
 from precis.errors import BudgetTooSmall
 from precis.families import Rotary
 from precis.observations.fisher import RepeatGradients
 from precis.observations.repeat import RepeatAttention
+from precis.rows import MAX_CLASS, Rows
 from precis.transform import Transform
 
 EXPONENT = 0.8  # of a token's importance in its precision; 1 would be right if errors stayed where they are
@@ -64,7 +65,7 @@ class Coding:
         told = zip(blocks, layouts_of(snapshot, blocks), strict=True)
         rows = [codec.rows(block.keys, block.values, layout) for block, layout in told]
         sizes = [float(part.coefficients.abs().max()) for part in rows if part.coefficients.numel()]
-        largest = math.log2(max([*sizes, _TINY])) + MAX_CLASS
+        largest = math.log2(max([*sizes, _TINY])) + MAX_CLASS / 2
         return Coding(snapshot, codec, blocks, rows, (largest - 23, largest + 1), key)
 
     def at(self, step: float) -> Packed:
@@ -114,7 +115,7 @@ class Coding:
     def _guess(self, n_bytes: int) -> tuple[float, float]:
         """From evenly spaced rows: binary logarithm of the step that gives `n_bytes`, and how they fall with it."""
         apart = max(1, max(len(part.classes) for part in self.rows) // _ROWS)
-        few = [Rows(part.coefficients[::apart], part.classes[::apart], part.scales) for part in self.rows]
+        few = [part.every(apart) for part in self.rows]
         share = sum(len(part.classes) for part in self.rows) / max(1, sum(len(part.classes) for part in few))
 
         def estimated(octave: float) -> float:
@@ -130,7 +131,7 @@ class Coding:
 
 
 def classes_of(full: Prefill, block_layers: int) -> Tensor:
-    """How much more precision than others each token deserves: [B, T] int64, -8 to 8.
+    """How much more precision than others each token deserves: [B, T] int64, -16 to 16, in half octaves.
 
     By the squared attention that a repetition paid to it, over a block's layers and heads, and, where gradients were
     seen, their mean square: their geometric mean. Classes are relative to the mean of the document.
@@ -147,7 +148,7 @@ def classes_of(full: Prefill, block_layers: int) -> Tensor:
     middle = floor.nanmean(1, keepdim=True).nan_to_num(0.0)
     top = floor.nan_to_num(-math.inf).topk(max(1, n_tokens // 10), 1).values[:, -1:]
     octaves = torch.where(seen, octaves, torch.where(top.isfinite(), top, middle))
-    return (octaves - middle).round().clamp(-MAX_CLASS, MAX_CLASS).to(torch.int64).cpu()
+    return (2 * (octaves - middle)).round().clamp(-MAX_CLASS, MAX_CLASS).to(torch.int64).cpu()
 
 
 def _importance(full: Prefill) -> Tensor:

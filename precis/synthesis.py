@@ -1,9 +1,9 @@
 """From quantised coefficients to entries: `Transform.backward` in C++, or by products in bfloat16.
 
 In float32, most of whose products would be with 0, only the other coefficients are summed up. Where entries are wanted
-in bfloat16, machines multiply whole matrices in it faster than they skip zeros. Coefficients in units of the step are
-small whole numbers, or halves of them, and exact in bfloat16; axes and products are rounded, which errs as much as the
-rounding of the entries.
+in bfloat16, machines multiply whole matrices in it faster than they skip zeros. Coefficients in units of their steps
+are small whole numbers, exact in bfloat16; axes and products are rounded, which errs as much as the rounding of the
+entries.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def synthesize(transform: Transform, block: int, levels: Levels, target: Target)
 def _plainly(transform: Transform, block: int, levels: Levels, target: Target, *, narrow: bool) -> None:
     device = transform.synthesis.device
     if narrow:
-        rows = levels.dense(1 / levels.step).to(device, torch.bfloat16)
-        products = (rows @ transform.products[block, : rows.shape[1]]).float() * levels.step
+        rows, steps = levels.whole().to(device, torch.bfloat16), torch.from_numpy(levels.steps).to(device)
+        products = (rows @ transform.products[block, : rows.shape[1]]).float() * steps[:, None]
         mean = transform.mean_of(block)
         entries = products.view(len(rows), *mean.shape) + mean
     else:
@@ -110,7 +110,6 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
     axes, mean, places = transform.products[block], transform.mean_of(block), np.ascontiguousarray(target.places)
     (n, r), n_threads = levels.symbols.shape, torch.get_num_threads()
     firsts = np.concatenate([[0], np.cumsum(levels.n_escapes, dtype=np.int64)])
-    weights = levels.steps / np.float32(levels.step)
     rows = torch.empty(min(n, _ROWS) * r, dtype=torch.bfloat16)
     products = torch.empty(min(n, _TOKENS), axes.shape[1], dtype=torch.bfloat16)
     for first in range(0, n, _TOKENS):
@@ -119,7 +118,7 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
             own = first + order[start : start + _ROWS]
             k = int(levels.used[own[0]])
             failed = library().precis_rows(  # type: ignore[union-attr]
-                *(_POINTER(part.ctypes.data) for part in (levels.symbols, levels.escapes, firsts, weights)),
+                *(_POINTER(part.ctypes.data) for part in (levels.symbols, levels.escapes, firsts)),
                 *map(_INT, (n, r)),
                 _POINTER(own.ctypes.data),
                 *map(_INT, (len(own), k)),
@@ -133,7 +132,7 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
         back = np.argsort(order).astype(np.int32)
         failed = library().precis_place(  # type: ignore[union-attr]
             *(_POINTER(part.data_ptr()) for part in (products, mean)),
-            ctypes.c_float(levels.step),
+            _POINTER(levels.steps.ctypes.data + first * levels.steps.itemsize),
             _POINTER(back.ctypes.data),
             *map(_INT, (len(order), n)),
             _POINTER(places.ctypes.data + first * places.itemsize),

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from precis.codecs import VARIABLE, Layout, Shape
-from precis.coefficients import Coded, Levels, Rows, decode, encode, read_tables
+from precis.coefficients import Coded, Levels, decode, encode, read_tables
 from precis.errors import SnapshotStale
 from precis.positions import Positions
 from precis.quantize import check_encodable, decode_sinks, encode_sinks, sink_rows, sink_shapes
+from precis.rows import Rows
 from precis.synthesis import Target, synthesize
 from precis.transform import Transform
 
@@ -37,7 +38,7 @@ class TransformCodec:
     Attributes:
         transform: of the model.
         step: of a token of class 0; needed for encoding.
-        classes: [B, T] int, per block and token, -8 to 8, or None for all 0; needed for encoding.
+        classes: [B, T] int, per block and token, -16 to 16, or None for all 0; needed for encoding.
         coded: one snapshot's streams.
         tables: step and frequencies of a stored snapshot.
     """
@@ -94,7 +95,7 @@ class TransformCodec:
         classes = torch.zeros(len(tokens), dtype=torch.int64)
         if self.classes is not None:
             classes = self.classes[layout.index].cpu()[torch.from_numpy(tokens).long()]
-        return Rows(coefficients, classes, self.transform.scales[layout.index])
+        return Rows.of(coefficients, classes, self.transform.scales[layout.index])
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Sinks as int4 has them, then the stream."""
@@ -126,7 +127,7 @@ class TransformCodec:
 
     def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
         """Within about half a step of each coefficient."""
-        levels = Levels(step=self.tables[0], **{name: parts[name].numpy() for name in _ARRAYS})
+        levels = Levels(**{name: parts[name].numpy() for name in _ARRAYS})
         synthesize(self.transform, layout.index, levels, Target(parts["places"].numpy(), keys, values))
         is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
         keys[is_sink], values[is_sink] = decode_sinks(parts).to(keys.dtype)

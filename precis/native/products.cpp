@@ -46,10 +46,10 @@ extern "C" void precis_scan(const uint8_t* symbols, int n, int r, int32_t* used,
   }
 }
 
-// The first k coefficients of the rows order[0..m), in units of the step: out [m][k] bfloat16. Row i's escapes are
-// escapes[firsts[i]] to escapes[firsts[i + 1]]; weights [n] are powers of two. Returns 0; 1 if an argument is wrong.
-extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const int64_t* firsts, const float* weights,
-                           int n, int r, const int32_t* order, int m, int k, uint16_t* out, int n_threads) {
+// The first k levels of the rows order[0..m): out [m][k] bfloat16. Row i's escapes are escapes[firsts[i]] to
+// escapes[firsts[i + 1]]. Returns 0; 1 if an argument is wrong.
+extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const int64_t* firsts, int n, int r,
+                           const int32_t* order, int m, int k, uint16_t* out, int n_threads) {
   if (n < 0 || m < 0 || k < 0 || k > r || n_threads <= 0) return 1;
   for (int i = 0; i < m; i++)
     if (order[i] < 0 || order[i] >= n) return 1;
@@ -58,25 +58,24 @@ extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const
     const int row = order[i];
     const uint8_t* own = symbols + static_cast<size_t>(row) * r;
     uint16_t* to = out + static_cast<size_t>(i) * k;
-    const float weight = weights[row];
-    for (int c = 0; c < k; c++) {  // exact: a whole number of 8 bits times a power of two
-      const float value = (static_cast<int>(own[c]) - kZero) * weight;
+    for (int c = 0; c < k; c++) {  // exact: a whole number of 8 bits
+      const float value = static_cast<float>(static_cast<int>(own[c]) - kZero);
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
       to[c] = static_cast<uint16_t>(bits >> 16);
     }
     const int32_t *escaped = escapes + firsts[row], *stop = escapes + firsts[row + 1];
     for (int c = 0; c < k && escaped < stop; c++)
-      if (own[c] == kEscape) precis::narrow(static_cast<float>(*escaped++) * weight, reinterpret_cast<Bf16*>(to)[c]);
+      if (own[c] == kEscape) precis::narrow(static_cast<float>(*escaped++), reinterpret_cast<Bf16*>(to)[c]);
     if (escaped < stop) fits = false;
   });
   return fits ? 0 : 1;
 }
 
-// Products [m][n_layers][2][n_kv_heads][dim], times the step, plus the mean: the entry of token i of m and head
+// Products [m][n_layers][2][n_kv_heads][dim], times the steps of their tokens, plus the mean: the entry of token i of m and head
 // j = layer * n_kv_heads + head comes from row rows[i] and goes to places[j * n + i], unless that is below 0. Returns as
 // above.
-extern "C" int precis_place(const uint16_t* products, const float* mean, float step, const int32_t* rows, int m, int n,
+extern "C" int precis_place(const uint16_t* products, const float* mean, const float* steps, const int32_t* rows, int m, int n,
                             const int32_t* places, int64_t n_entries, int dim, int n_layers, int n_kv_heads,
                             uint16_t* keys, uint16_t* values, int n_threads) {
   if (m < 0 || n < m || dim <= 0 || n_layers <= 0 || n_kv_heads <= 0 || n_threads <= 0) return 1;
@@ -96,6 +95,7 @@ extern "C" int precis_place(const uint16_t* products, const float* mean, float s
       if (to[i] < 0) continue;
       const Bf16* own = from + static_cast<size_t>(rows[i]) * 2 * n_heads * dim;
       Bf16* entry = entries + static_cast<size_t>(to[i]) * dim;
+      const float step = steps[i];
       for (int d = 0; d < dim; d++) precis::narrow(precis::widened(own[d]) * step + centre[d], entry[d]);
     }
   });

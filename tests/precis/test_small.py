@@ -65,7 +65,7 @@ def test_the_context_fingerprint_is_the_same_in_every_process() -> None:
     policy: dict[str, str | int | float] = {"policy": "kvzip", "keep_ratio": 0.25, "codec": "int4"}
     assert (
         of_context("m", b"\x01\x00\x00\x00", policy)
-        == "5eb425b12e5faf6b3cf6f3a8cf1b09f41c999a7a1f03d3e5855e7270a60eaf13"
+        == "28a80a079f242ac75bc76a1756b52d836acd74225a12654687032d229061470c"
     )
 
 

@@ -41,8 +41,8 @@ def levels(n_axes: int = 21) -> Levels:
     symbols = np.where(draws.random((N, n_axes)) < 0.8, 128, draws.integers(1, 256, (N, n_axes))).astype(np.uint8)
     symbols[5, 2] = symbols[17, 0] = symbols[17, n_axes - 1] = 0
     symbols[7] = 128
-    steps = (0.3 * 2.0 ** draws.integers(-8, 9, N)).astype(np.float32)
-    return Levels.of(symbols, np.array([4000, -70000, 129], np.int32), steps, 0.3)
+    steps = (0.3 * 2.0 ** (draws.integers(-16, 17, N) / 2)).astype(np.float32)
+    return Levels.of(symbols, np.array([4000, -70000, 129], np.int32), steps)
 
 
 def kept() -> list[NDArray[np.int32]]:
@@ -111,7 +111,7 @@ def test_levels_know_their_rows() -> None:
     assert found.used.tolist() == [int(row.nonzero()[0].max(initial=-1)) + 1 for row in filled]
     assert found.n_escapes.tolist() == (found.symbols == 0).sum(1).tolist()
     with pytest.raises(ValueError, match="number of escapes"):
-        Levels.of(found.symbols, found.escapes[1:], found.steps, 0.3)
+        Levels.of(found.symbols, found.escapes[1:], found.steps)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -146,7 +146,7 @@ def test_the_kernels_check_what_they_are_given(name: str) -> None:
     out, keys, values = (torch.zeros(N * 6 * 32, dtype=torch.bfloat16) for _ in range(3))
 
     def rows(order: NDArray[np.int32], k: int) -> int:
-        parts = (told.symbols, told.escapes, firsts, told.steps)
+        parts = (told.symbols, told.escapes, firsts)
         given: list[Any] = [*(pointer(part.ctypes.data) for part in parts), n, r, pointer(order.ctypes.data), N, k]
         return int(native.library().precis_rows(*given, pointer(out.data_ptr()), 2))  # type: ignore[union-attr]
 
@@ -154,7 +154,7 @@ def test_the_kernels_check_what_they_are_given(name: str) -> None:
         given: list[Any] = [
             pointer(out.data_ptr()),
             pointer(made.mean.data_ptr()),
-            ctypes.c_float(1.0),
+            pointer(told.steps.ctypes.data),
             pointer(order.ctypes.data),
         ]
         given += [N, N, pointer(where.ctypes.data), ctypes.c_int64(n_entries), 16, 2, 3]

@@ -24,7 +24,8 @@ from precis.rows import MAX_CLASS, MAX_GAIN, N_CONTEXTS, Rows, contexts_of, half
 
 _ZERO, _ESCAPE = 128, 0
 _LIMIT = 127  # of |symbol - _ZERO|; beyond it a number is stored apart
-_N_TABLES = N_CONTEXTS + 2  # one for classes, one for gains
+_OF_CLASSES, _OF_GAINS = N_CONTEXTS, N_CONTEXTS + 1  # tables beside those of the contexts
+_N_TABLES = N_CONTEXTS + 2
 _TABLE_BYTES = 2 * rans.N_SYMBOLS * _N_TABLES
 _HEAD = struct.Struct("<IIIII")  # axes, bytes of classes, of gains and of symbols, escapes
 
@@ -101,8 +102,8 @@ def encode(blocks: Sequence[Rows], step: float) -> Coded:
         symbols, escapes = _symbols(levels)
         classes = (rows.classes.cpu().numpy() + MAX_CLASS).astype(np.uint8)
         coded: list[tuple[rans.Bytes, rans.Bytes]] = [
-            (classes, _of_row(rows, N_CONTEXTS)),
-            ((gains + MAX_GAIN).astype(np.uint8), _of_row(rows, N_CONTEXTS + 1)),
+            (classes, _same(len(classes), _OF_CLASSES)),
+            ((gains + MAX_GAIN).astype(np.uint8), _same(len(gains), _OF_GAINS)),
             (symbols, contexts),
         ]
         for found, own in coded:
@@ -138,12 +139,8 @@ def decode(step: float, tables: NDArray[np.uint16], stream: bytes, n: int, scale
         raise ValueError("a block has another length than it says")
     ends = np.cumsum([_HEAD.size, *sizes]).tolist()
     pieces = [stream[start:stop] for start, stop in pairwise(ends)]
-    classes, gains = (
-        rans.decode(piece, np.full(n, N_CONTEXTS + i, np.uint8), tables).astype(np.int64) - middle
-        for i, (piece, middle) in enumerate(zip(pieces[:2], (MAX_CLASS, MAX_GAIN), strict=True))
-    )
-    if n and (int(classes.max()) > MAX_CLASS or int(gains.max()) > MAX_GAIN):
-        raise ValueError("a token has no such class or gain")
+    classes = _of_tokens(pieces[0], n, tables, _OF_CLASSES, MAX_CLASS)
+    gains = _of_tokens(pieces[1], n, tables, _OF_GAINS, MAX_GAIN)
     contexts = contexts_of(classes + gains, scales[:n_axes], half_octaves(step))
     symbols = rans.decode(pieces[2], contexts.reshape(-1), tables)
     escapes = np.frombuffer(stream, "<i4", n_escapes, ends[-1]).astype(np.int32)
@@ -202,8 +199,16 @@ def _scanned(symbols: rans.Bytes) -> tuple[NDArray[np.int32], NDArray[np.int32]]
     return used, n_escapes
 
 
-def _of_row(rows: Rows, context: int) -> rans.Bytes:
-    return np.full(len(rows.classes), context, np.uint8)
+def _of_tokens(piece: bytes, n: int, tables: NDArray[np.uint16], context: int, most: int) -> NDArray[np.int64]:
+    """A number per token, -most to most."""
+    found = rans.decode(piece, _same(n, context), tables).astype(np.int64) - most
+    if n and int(found.max()) > most:
+        raise ValueError("a token has no such class or gain")
+    return found
+
+
+def _same(n: int, context: int) -> rans.Bytes:
+    return np.full(n, context, np.uint8)
 
 
 def _counted(symbols: rans.Bytes, contexts: rans.Bytes) -> NDArray[np.int64]:

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Bytes = NDArray[np.uint8]
+from precis.rans import Bytes
+
 MAX_CLASS, MAX_GAIN = 16, 8
 N_CONTEXTS, _MIDDLE = 40, 12  # half octaves; a coefficient as large as the step is in the middle one
 _REACH = MAX_CLASS + MAX_GAIN
@@ -57,8 +58,7 @@ class Rows:
 
     def every(self, apart: int) -> Rows:
         """Evenly spaced rows."""
-        parts = (self.coefficients[::apart], self.classes[::apart], self.scales, self.energies[::apart])
-        return Rows(*parts)
+        return Rows(self.coefficients[::apart], self.classes[::apart], self.scales, self.energies[::apart])
 
 
 def half_octaves(step: float) -> int:
@@ -76,13 +76,14 @@ def quantise(rows: Rows, step: float) -> tuple[Tensor, Bytes, NDArray[np.int64]]
         ValueError: if a coefficient is not finite, or beyond 2^24 steps.
     """
     scaled = rows.coefficients * (torch.exp2(rows.classes.float() / 2) / step)[:, None]
-    if not bool((scaled.abs() < _LARGEST).all()):  # not a number fails, too
+    sizes = scaled.abs()
+    if not bool((sizes < _LARGEST).all()):  # not a number fails, too
         raise ValueError("a coefficient is not finite, or too large for the step")
-    shift, gains = half_octaves(step), _gains(rows, step)
+    shift = half_octaves(step)
+    gains = _gains(rows, shift)
     offsets = rows.classes.cpu().numpy() + gains
     expected = np.clip(_sizes(rows.scales, shift) - _MIDDLE + 7, 0, len(_THRESHOLDS) - 1)
     thresholds = torch.from_numpy(np.array(_THRESHOLDS, np.float32)[expected])[offsets + _REACH]
-    sizes = scaled.abs()
     levels = (sizes + 0.5).floor_().clamp_min_(1.0)
     levels.masked_fill_(sizes < thresholds, 0.0)
     used = levels.any(0).nonzero()
@@ -91,14 +92,13 @@ def quantise(rows: Rows, step: float) -> tuple[Tensor, Bytes, NDArray[np.int64]]
     return levels[:, :n_axes] * scaled[:, :n_axes].sign(), contexts.reshape(-1), gains
 
 
-def _gains(rows: Rows, step: float) -> NDArray[np.int64]:
+def _gains(rows: Rows, shift: int) -> NDArray[np.int64]:
     """[n]: how much larger than usual a token's coefficients are, in half octaves, by those that are not all 0."""
     n, n_sums = rows.energies.shape
     if n_sums == 0:
         return np.zeros(n, np.int64)
-    far = torch.tensor([float(half_octaves(step) - 3)])
     order = rows.scales.float().neg()
-    n_columns = torch.searchsorted(order.cummax(0).values, (rows.classes.float() - far), right=True)
+    n_columns = torch.searchsorted(order.cummax(0).values, rows.classes.float() - (shift - 3), right=True)
     at = (n_columns // _GAIN_COLUMNS - 1).clamp(0, n_sums - 1)
     mean = rows.energies.gather(1, at[:, None])[:, 0] / ((at + 1) * _GAIN_COLUMNS).clamp_max(len(rows.scales))
     found = torch.log2(mean.clamp_min(_TINY)).round().clamp(-MAX_GAIN, MAX_GAIN)

@@ -72,11 +72,11 @@ extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const
   return fits ? 0 : 1;
 }
 
-// Products [m][n_layers][2][n_kv_heads][dim], times the steps of their tokens, plus the mean: the entry of token i of m and head
-// j = layer * n_kv_heads + head comes from row rows[i] and goes to places[j * n + i], unless that is below 0. Returns as
-// above.
-extern "C" int precis_place(const uint16_t* products, const float* mean, const float* steps, const int32_t* rows, int m, int n,
-                            const int32_t* places, int64_t n_entries, int dim, int n_layers, int n_kv_heads,
+// Products [m][n_layers][2][n_kv_heads][dim], times the steps of their tokens, plus the mean: the entry of token i of m and
+// head j = layer * n_kv_heads + head comes from row rows[i] and goes to places[j * n + i], unless that is below 0. Returns
+// as above.
+extern "C" int precis_place(const uint16_t* products, const float* mean, const float* steps, const int32_t* rows, int m,
+                            int n, const int32_t* places, int64_t n_entries, int dim, int n_layers, int n_kv_heads,
                             uint16_t* keys, uint16_t* values, int n_threads) {
   if (m < 0 || n < m || dim <= 0 || n_layers <= 0 || n_kv_heads <= 0 || n_threads <= 0) return 1;
   const int n_heads = n_layers * n_kv_heads;

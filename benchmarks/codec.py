@@ -1,6 +1,6 @@
 """Measure codecs at equal bytes on documents with questions, and append one JSON line per document and way.
 
-    python -m benchmarks.codec run --documents FOLDER --calibration FOLDER --transform FILE --block-layers 5 --out F
+    python -m benchmarks.codec run --documents FOLDER --transform FILE --out F
     python -m benchmarks.codec report F [F ...]
 
 Every byte counts: positions, tables, manifest. The full cache answers first; what is compressed is compared with it,
@@ -24,19 +24,19 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from benchmarks.baselines import cachegen_like, kvtc_like
 from benchmarks.model import located
 from benchmarks.quality import measure as asking
 from benchmarks.quality.corpus import Text, from_folder
 from precis.attempt import Attempt
-from precis.axes import entries_of
 from precis.axes import measure as fit_to
+from precis.codecs import informed, needs
 from precis.codecs.tc import TransformCodec
 from precis.container import CODECS, Packed, pack
 from precis.core import Snapshot
-from precis.families import Model, Rotary
-from precis.full_cache import Between, Document
+from precis.full_cache import Document
 from precis.manifest import open_manifest
-from precis.observations.repeat import SINKS, RepeatAttention
+from precis.observations.repeat import RepeatAttention
 from precis.pipeline import document_of
 from precis.policies import POLICIES
 from precis.prefill import prefill
@@ -44,12 +44,13 @@ from precis.protection import budget_per_head
 from precis.rates import Coding, classes_of
 from precis.reader import unpack
 from precis.selection import score
-from precis.transform import Transform, fit
+from precis.transform import Transform
 from precis.wire.presets import CODEC_BITS, Compression
 from workers.corpus import documents_of
 from workers.models import Served, pick_device, pick_dtype, serve
 
 _CONTINUED, _PASSAGE, _GIVEN, _CALIBRATED = 160, 48, 8, 1024
+_EVICTED = "int4-hadamard"  # what evicted snapshots are coded with: the best of the quantisers
 _PASSAGES = (0.25, 0.62)  # where they begin
 Probe = tuple[list[int], int]  # tokens, and how many of them are given
 
@@ -71,9 +72,10 @@ def main() -> None:
     runner.add_argument("--rank", type=int, default=1024, help="axes per block")
     runner.add_argument("--ratios", default="8,16,32", help="of the full cache's 16-bit bytes to stored ones")
     runner.add_argument(
-        "--policies", default="kvzip,kvzip-fisher", help="evicted to the same bytes, with int4; or empty"
+        "--policies", default="kvzip,kvzip-fisher", help=f"evicted to the same bytes, with {_EVICTED}; or empty"
     )
     runner.add_argument("--kvtc", type=Path, help="a file for the KVTC-like baseline's axes; made if it is not there")
+    runner.add_argument("--cachegen", action="store_true", help="the CacheGen-like baseline as well")
     runner.add_argument("--model", default="", help="a folder; by default the embedded model")
     runner.add_argument("--out", type=Path, required=True)
     reporter = commands.add_parser("report")
@@ -125,46 +127,15 @@ def transform_of(
 
 
 @torch.no_grad()
-def kvtc_like(
-    served_model: Model,
-    rotary: Rotary,
-    documents: Sequence[Document],
-    block_layers: int,
-    rank: int,
-    _differentiated: int,
-    between: Between,
-) -> Transform:
-    """Axes as in KVTC (arXiv:2511.01815): of keys and of values apart, every error counted alike.
-
-    Not the paper's codec: bits follow from one step and entropy coding instead of dynamic programming and DEFLATE, keys
-    and values are scaled to equal variance, and no window of recent tokens is kept in 16 bits.
-    """
-    g = served_model.geometry
-    entries = []
-    for index, document in enumerate(documents):
-        full = prefill(served_model, rotary, document)
-        entries.append(entries_of(rotary, full.keys, full.values)[SINKS:])
-        between("calibrate", index + 1, len(documents))
-    every = torch.cat(entries)
-    mean = every.mean(0)
-    centred = (every - mean).reshape(len(every), g.n_layers // block_layers, block_layers, 2, -1)
-    level = centred.square().mean((0, 1, 2, 4))
-    metric = torch.eye(g.head_dim) / level[:, None, None, None]
-    fisher = metric.expand(g.n_layers, -1, g.n_kv_heads, -1, -1).contiguous()
-    kinds = torch.arange(2).repeat_interleave(g.n_kv_heads * g.head_dim).repeat(block_layers)
-    blocks = centred.flatten(2).transpose(0, 1)
-    covariance = blocks.transpose(1, 2) @ blocks / len(every) * (kinds[:, None] == kinds[None])
-    return fit(mean, covariance, fisher, rank)
-
-
-@torch.no_grad()
 def rows_of(
     served: Served, text: Text, transforms: Mapping[str, Transform], arguments: argparse.Namespace
 ) -> Iterable[dict[str, Any]]:
     """Everything that is measured on one document."""
     document = document_of(served.prompter, served.prompter.raw_part(text.text))
     ratios = [float(found) for found in arguments.ratios.split(",")]
-    full = prefill(served.model, served.rotary, document, [RepeatAttention()])
+    fixed = [codec for name, codec in CODECS.items() if name != "raw16"]
+    looked_at = {need for codec in fixed for need in needs(codec)}
+    full = prefill(served.model, served.rotary, document, {RepeatAttention(), *looked_at})
     raw = served.model.geometry.raw_bytes(document.n_tokens)
     keep_all = Compression("full", 1.0)
     whole = Attempt(served.model, served.rotary, document, keep_all, b"", full, score(full, POLICIES["full"])).cut(
@@ -178,21 +149,26 @@ def rows_of(
         began = time.perf_counter()
         again = unpack(manifest, packed.blobs, g, served.rotary, served.model.device, served.model.dtype, codecs)
         spent = {"encode": seconds, "decode": time.perf_counter() - began}
-        told = {"document": text.name, "way": way, "target": target, "ratio": raw / packed.n_bytes}
+        return judged(way, target, again, packed.n_bytes, spent)
+
+    def judged(way: str, target: float, again: Snapshot, n_bytes: int, spent: dict[str, float]) -> dict[str, Any]:
+        told = {"document": text.name, "way": way, "target": target, "ratio": raw / n_bytes}
         return {**told, "n_tokens": document.n_tokens, "seconds": spent, **judge.of(again)}
 
-    for name in [name for name in CODECS if name != "raw16"]:
+    for fixed_codec in fixed:
         began = time.perf_counter()
-        packed = pack(whole, CODECS[name], served.rotary)
-        yield row(name, 0.0, packed, time.perf_counter() - began, None)
+        packed = pack(whole, informed(fixed_codec, full), served.rotary)
+        yield row(fixed_codec.name, 0.0, packed, time.perf_counter() - began, None)
+    for ratio in ratios if arguments.cachegen else []:
+        yield judged("CacheGen-like", ratio, *cachegen_like(whole, served.rotary, int(raw / ratio)), {})
     for policy in [name for name in arguments.policies.split(",") if name]:
         scored = prefill(served.model, served.rotary, document, POLICIES[policy].needs)
         scores = score(scored, POLICIES[policy])
         for ratio in ratios:
-            how = Compression(policy, min(1.0, 16 / CODEC_BITS["int4"] / ratio), "int4")
+            how = Compression(policy, min(1.0, 16 / CODEC_BITS[_EVICTED] / ratio), _EVICTED)
             attempt = Attempt(served.model, served.rotary, document, how, b"", scored, scores)
-            packed = pack(attempt.cut(budget_per_head(document.n_tokens, how)), CODECS["int4"], served.rotary)
-            yield row(f"{policy} + int4", ratio, packed, 0.0, None)
+            packed = pack(attempt.cut(budget_per_head(document.n_tokens, how)), CODECS[_EVICTED], served.rotary)
+            yield row(f"{policy} + {_EVICTED}", ratio, packed, 0.0, None)
     for way, transform in transforms.items():
         size = transform.block_layers
         classes = classes_of(full, size) * (way == "tc")
@@ -268,7 +244,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     groups: dict[str, dict[float | str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        fixed = row["way"].startswith("int")
+        fixed = row["target"] == 0
         groups["quantised alone" if fixed else row["way"]][row["way"] if fixed else row["target"]].append(row)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for axis, kind in zip(axes, ("continuation", "recall"), strict=True):
@@ -278,7 +254,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             points = sorted((mean(r for r, _ in some), mean(kl for _, kl in some)) for some in found if some)
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=way, **style)
         axis.set(
-            xlabel="times smaller than the cache in 16 bits", title=kind, xscale="log", yscale="log", ylim=(1e-3, 2)
+            xlabel="times smaller than the cache in 16 bits", title=kind, xscale="log", yscale="log", ylim=(5e-4, 2)
         )
         axis.set_xticks([2, 4, 8, 16, 32], ["2x", "4x", "8x", "16x", "32x"])
         axis.set_xticks([], minor=True)

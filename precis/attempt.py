@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from precis.container import Packed, codecs_of, pack
+from precis.codecs import Codec, informed
+from precis.codecs import needs as needs_of_codec
+from precis.container import CODECS, Packed, codecs_of, pack
 from precis.core import Prefill, Snapshot, SnapshotHeader
 from precis.families import Model, Rotary
 from precis.fidelity import Fidelity, measure
@@ -53,6 +55,11 @@ class Attempt:
     full: Prefill
     scores: Tensor
 
+    @property
+    def codec(self) -> Codec:
+        """What entries are coded with."""
+        return informed(codecs_of(self.model)[self.how.codec], self.full)
+
     def n_protected(self, per_head: int) -> int:
         """Tokens that every head keeps at this budget."""
         return count_protected(self.document.n_tokens, self.how.policy, per_head, self.document.protected)
@@ -73,7 +80,7 @@ class Attempt:
     def at(self, per_head: int) -> Compressed:
         """Cut, encode, decode and measure."""
         kept = self.cut(per_head)
-        return self.made(pack(kept, codecs_of(self.model)[self.how.codec], self.rotary, self.key), kept)
+        return self.made(pack(kept, self.codec, self.rotary, self.key), kept)
 
     def made(self, packed: Packed, kept: Snapshot) -> Compressed:
         """Decode what was encoded, and measure."""
@@ -84,7 +91,8 @@ class Attempt:
 
 def needs_of(how: Compression) -> tuple[Observation, ...]:
     """What has to be observed: what the policy needs, and for `tc` how a repetition reads the document."""
-    needs = tuple(POLICIES[how.policy].needs)
+    codec_needs = needs_of_codec(CODECS[how.codec]) if how.codec in CODECS else ()
+    needs = (*POLICIES[how.policy].needs, *codec_needs)
     if how.codec != "tc" or RepeatGradients() in needs or RepeatAttention() in needs:
         return needs
     return (*needs, RepeatAttention())

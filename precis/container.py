@@ -28,13 +28,20 @@ from precis.codecs.int8 import Int8
 from precis.codecs.kivi import Kivi
 from precis.codecs.raw16 import Raw16
 from precis.codecs.tc import TransformCodec
+from precis.codecs.think import Think
 from precis.core import Snapshot
 from precis.families import Model, Rotary
 from precis.fingerprint import FORMAT_VERSION
 from precis.manifest import Manifest, seal_of
 
-_KIVI = (Kivi("int4", 4), Kivi("int4-hadamard", 4, rotated=True), Kivi("int3", 3), Kivi("int2", 2, 32))
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Int8(), *_KIVI)}
+_KIVI = (
+    Kivi("int4", 4),
+    Kivi("int4-hadamard", 4, rotated=True),
+    Kivi("int3", 3),
+    Kivi("int2", 2, 32),
+    Kivi("minikv", 2, 16, window=128),
+)
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw16(), Think(), Int8(), *_KIVI)}
 
 
 def codecs_of(model: Model) -> Mapping[str, Codec]:

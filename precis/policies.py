@@ -108,6 +108,7 @@ POLICIES: dict[str, Policy] = {
     "tova": Policy(Tova(), Uniform(), TopK()),
     "finch": Policy(Finch(), Uniform(), TopK()),
     "h2o": Policy(H2O(), Uniform(), TopK()),
+    "minikv": Policy(H2O(), Pyramid(7.0), TopK()),
     "corm": Policy(Corm(), Threshold(), TopK()),
     "dbudgetkv": Policy(Streaming(), Mass(), TopK()),
     "cascadingkv": Policy(H2O(), Uniform(), Cascade()),

@@ -1,4 +1,4 @@
-"""Min-max quantisation of ragged groups, packing of codes, and Hadamard rotation.
+"""16-bit words, min-max quantisation of ragged groups, packing of codes, and Hadamard rotation.
 
 The layout of KIVI (Liu et al. 2024, arXiv:2402.02750): keys per channel over groups of tokens, values per token over
 groups of channels. Differs from the paper: a head's last, short group is quantised too, not kept in 16 bits. Codes
@@ -25,6 +25,33 @@ def check_encodable(x: Tensor) -> None:
     """
     if x.numel() and not bool((x.abs() < _LIMIT).all()):
         raise ValueError("an entry is not finite or beyond 60000: use the codec raw16")
+
+
+def word_shapes(n: int, head_dim: int) -> Shapes:
+    """Dtypes and shapes of `to_words` for keys and values [n, D]."""
+    words = (torch.int16, (n, head_dim))
+    return {"keys": words, "values": words, "bfloat16": (torch.uint8, (1,))}
+
+
+def to_words(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    """Keys and values in 16 bits, rounded if need be: float32 to float16 where it fits its range.
+
+    Raises:
+        ValueError: if an entry is not finite.
+    """
+    if not bool(torch.isfinite(keys).all() and torch.isfinite(values).all()):
+        raise ValueError("an entry is not finite")
+    fits = keys.numel() == 0 or float(max(keys.abs().max(), values.abs().max())) < _LIMIT
+    half = keys.dtype == torch.float16 or (keys.dtype == torch.float32 and fits)
+    dtype = torch.float16 if half else torch.bfloat16
+    words = {"keys": keys.to(dtype).view(torch.int16), "values": values.to(dtype).view(torch.int16)}
+    return {**words, "bfloat16": torch.tensor([not half], dtype=torch.uint8)}
+
+
+def from_words(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values in 16 bits."""
+    dtype = torch.bfloat16 if int(parts["bfloat16"][0]) else torch.float16
+    return parts["keys"].view(dtype), parts["values"].view(dtype)
 
 
 def quantize(x: Tensor, n_bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +208,8 @@ def rotate(x: Tensor) -> Tensor:
     return found.reshape(x.shape)
 
 
-def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device) -> Tensor:
-    """[n] bool: which entries are sinks, the first of each head."""
-    flags = [torch.arange(count) < n_sink for count, n_sink in zip(counts, sinks, strict=True)]
-    return torch.cat(flags).to(device) if flags else torch.zeros(0, dtype=torch.bool, device=device)
+def sink_rows(counts: tuple[int, ...], sinks: tuple[int, ...], device: torch.device, window: int = 0) -> Tensor:
+    """[n] bool: which entries are sinks, the first of each head, or among the last `window` of their head."""
+    flags = [torch.arange(n) for n in counts]
+    edges = [(at < n_sink) | (at >= len(at) - window) for at, n_sink in zip(flags, sinks, strict=True)]
+    return torch.cat(edges).to(device) if edges else torch.zeros(0, dtype=torch.bool, device=device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precis.attempt import Attempt, Compressed
-from precis.container import codecs_of
 from precis.errors import BoundNotReached, BudgetTooSmall, SnapshotStale
 from precis.full_cache import Between
 from precis.rates import Coding, classes_of
@@ -22,7 +21,7 @@ def within_bytes(attempt: Attempt, lowest: int, highest: int, limit: int, betwee
     Raises:
         BudgetTooSmall: naming the bytes of the smallest snapshot there is.
     """
-    codec = codecs_of(attempt.model)[attempt.how.codec]
+    codec = attempt.codec
 
     def fits(per_head: int) -> bool:
         between("search", 0, 1)

@@ -17,6 +17,7 @@ from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAM
 from service.calibrate import calibrate
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
+from service.summary import summary
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read a document once, ask it many times.")
@@ -107,7 +108,7 @@ def put(
     if quiet:
         typer.echo(context["id"])
     else:
-        _out.print(_summary(context))
+        _out.print(summary(context))
 
 
 def _read(file: str) -> str:
@@ -138,25 +139,6 @@ def _follow(client: Client, context: dict[str, Any]) -> None:
             progress.update(task, description=_STAGES.get(event.name, event.name))
             if event.data.get("total") and event.name in ("prefill", "score"):
                 progress.update(task, completed=event.data["processed"], total=event.data["total"])
-
-
-def _summary(context: dict[str, Any]) -> Table:
-    storage, timings, fidelity = context["storage"], context["timings"], context["fidelity"] or {}
-    seconds = sum(timings.get(name, 0) for name in ("prefill_ms", "compress_ms", "store_ms")) / 1000
-    table = Table(show_header=False)
-    rows = {
-        "context": context["id"],
-        "tokens": f"{context['usage']['total_tokens']:,}",
-        "raw MB": f"{storage['raw_bytes'] / 1e6:.1f}",
-        "stored MB": f"{storage['stored_bytes'] / 1e6:.2f}",
-        "ratio": f"{storage['ratio']:.1f}x",
-        "kept": f"{storage['kept_ratio']:.1%}",
-        "fidelity": f"KL {fidelity['kl']:.3f}, top-1 {fidelity['top1_agreement']:.0%}" if fidelity else "not measured",
-        "seconds": f"{seconds:.1f}",
-    }
-    for label, value in rows.items():
-        table.add_row(label, value)
-    return table
 
 
 @app.command()
@@ -252,9 +234,17 @@ def ls(limit: Annotated[int, typer.Option(help="contexts at most")] = 50, url: U
 
 @app.command()
 @_told
-def show(context: Annotated[str, typer.Argument(help="id of a context")], url: Url = _URL) -> None:
-    """Everything about one context, as JSON."""
-    _out.print_json(data=Client(url).call("GET", f"/v1/contexts/{context}"))
+def show(
+    context: Annotated[str, typer.Argument(help="id of a context")],
+    as_json: Annotated[bool, typer.Option("--json", help="everything, as JSON")] = False,
+    url: Url = _URL,
+) -> None:
+    """What a context takes, and what was traded for it."""
+    found = Client(url).call("GET", f"/v1/contexts/{context}")
+    if as_json:
+        _out.print_json(data=found)
+    else:
+        _out.print(summary(found))
 
 
 @app.command()
@@ -267,7 +257,7 @@ def tighten(
     """Keep less of a context, without reading its document again."""
     client = Client(url)
     found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
-    _out.print(_summary(_ready(client, found)))
+    _out.print(summary(_ready(client, found)))
 
 
 @app.command()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.codec import kvtc_like, rows_of, table, transform_of
+from benchmarks.baselines import kvtc_like
+from benchmarks.codec import rows_of, table, transform_of
 from benchmarks.quality.corpus import Question, Text
 from precis.axes import measure
 from workers.models import Served, serve
@@ -38,6 +39,7 @@ def test_ways_are_compared_at_the_bytes_they_take(served: Served, tmp_path: Path
         rank=96,
         ratios="3,5",
         policies="kvzip",
+        cachegen=True,
     )
     file = tmp_path / "made" / "t.safetensors"
     transform = transform_of(served, file, arguments, measure)
@@ -52,11 +54,11 @@ def test_ways_are_compared_at_the_bytes_they_take(served: Served, tmp_path: Path
     rows = list(rows_of(served, text, {"tc": again, "KVTC-like": kvtc}, arguments))
     assert json.loads(json.dumps(rows)) == rows
     by_way = {(row["way"], row["target"]): row for row in rows}
-    assert len(by_way) == len(rows) == 11
+    assert len(by_way) == len(rows) == 15
     for target in (3.0, 5.0):
         for way in ("tc, 2 layers", "KVTC-like, 2 layers"):
             assert target <= by_way[way, target]["ratio"] < 1.03 * target
     for kind in ("continuation", "recall", "answers"):
         assert 0 <= by_way["int8", 0.0][f"{kind}_kl"] < by_way["int4", 0.0][f"{kind}_kl"]
     assert by_way["tc, 2 layers", 3.0]["continuation_kl"] < by_way["tc, 2 layers", 5.0]["continuation_kl"]
-    assert len(table(rows).splitlines()) == 13
+    assert len(table(rows).splitlines()) == 17

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from precis.core import Prefill
+from precis.observations import Observation
 from precis.positions import Positions
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -111,6 +113,22 @@ class EntropyCodec(Codec, Protocol):
         ...
 
 
+@runtime_checkable
+class InformedCodec(Codec, Protocol):
+    """A codec that looks at what was observed of the document while it was read.
+
+    Attributes:
+        needs: observations.
+    """
+
+    @property
+    def needs(self) -> frozenset[Observation]: ...
+
+    def informed(self, full: Prefill) -> Codec:
+        """The codec for one document."""
+        ...
+
+
 def unraveled(codec: Codec, parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
     """What the codec's `decode` takes."""
     return codec.unravel(parts, layout) if isinstance(codec, EntropyCodec) else parts
@@ -124,6 +142,16 @@ def block_layers(codec: Codec) -> int:
 def header_of(codec: Codec) -> bytes:
     """What a snapshot must hold beside its blobs."""
     return codec.header if isinstance(codec, TunedCodec) else b""
+
+
+def needs(codec: Codec) -> frozenset[Observation]:
+    """Observations that the codec looks at."""
+    return codec.needs if isinstance(codec, InformedCodec) else frozenset()
+
+
+def informed(codec: Codec, full: Prefill) -> Codec:
+    """The codec for one document."""
+    return codec.informed(full) if isinstance(codec, InformedCodec) else codec
 
 
 def tuned(codec: Codec, blocks: Sequence[tuple[Tensor, Tensor, Layout]]) -> Codec:

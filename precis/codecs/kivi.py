@@ -2,9 +2,11 @@
 
 Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv:2402.02750.
 Differs from the paper: keys are quantised before RoPE, the sinks are kept at 8 bits per token, since their keys are
-outliers that would widen every group they are in, and no residual of recent tokens is kept in 16 bits. `int4-hadamard`
-rotates keys and values by a Hadamard matrix first, which spreads outlying channels (Ashkboos et al. 2024, "QuaRot",
-arXiv:2404.00456).
+outliers that would widen every group they are in, and the last tokens are treated like the others, or, with `window`,
+like sinks, where the paper keeps them in 16 bits. `int4-hadamard` rotates keys and values by a Hadamard matrix first,
+which spreads outlying channels (Ashkboos et al. 2024, "QuaRot", arXiv:2404.00456). `minikv` is the quantiser of Sharma
+et al. 2024, "MiniKV: Pushing the Limits of LLM Inference via 2-Bit Layer-Discriminative KV Cache", arXiv:2411.18077:
+2 bits, groups of 16, the last 128 tokens apart; its choice of tokens is the policy of that name.
 """
 
 from __future__ import annotations
@@ -36,18 +38,21 @@ class Kivi:
         n_bits: of a code.
         group: tokens of a key's group, and at most so many channels of a value's.
         rotated: whether heads are rotated by a Hadamard matrix.
+        window: last entries of each head that are kept at 8 bits, as sinks are.
     """
 
     name: str
     n_bits: int
     group: int = 64
     rotated: bool = False
+    window: int = 0
     pre_rope: bool = True
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
         """Scales and minima first, then codes of sinks, then codes of the rest, packed."""
-        scales, codes = group_shapes(_rest(layout), layout.head_dim, self.n_bits, self.group)
-        return {**scales, **sink_shapes(sum(layout.sinks), layout.head_dim), **codes}
+        rest = self._rest(layout)
+        scales, codes = group_shapes(rest, layout.head_dim, self.n_bits, self.group)
+        return {**scales, **sink_shapes(layout.n_entries - sum(rest), layout.head_dim), **codes}
 
     def encode(self, keys: Tensor, values: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Quantise the kept entries.
@@ -58,23 +63,23 @@ class Kivi:
         keys, values = keys.float(), values.float()
         check_encodable(keys)
         check_encodable(values)
-        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
+        is_sink = sink_rows(layout.counts, layout.sinks, keys.device, self.window)
         sinks = encode_sinks(keys[is_sink], values[is_sink])
         keys, values = keys[~is_sink], values[~is_sink]
         if self.rotated:
             keys, values = rotate(keys), rotate(values)
-        return {**sinks, **encode_groups(keys, values, _rest(layout), self.n_bits, self.group)}
+        return {**sinks, **encode_groups(keys, values, self._rest(layout), self.n_bits, self.group)}
 
     def decode(self, parts: Mapping[str, Tensor], layout: Layout, keys: Tensor, values: Tensor) -> None:
         """Within half a step of each entry, or, rotated, of each channel of the rotated one."""
-        is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
+        is_sink = sink_rows(layout.counts, layout.sinks, keys.device, self.window)
         keys[is_sink], values[is_sink] = decode_sinks(parts).to(keys.dtype)
-        found = decode_groups(parts, _rest(layout), layout.head_dim, self.n_bits, self.group)
+        found = decode_groups(parts, self._rest(layout), layout.head_dim, self.n_bits, self.group)
         if self.rotated:
             found = rotate(found[0]), rotate(found[1])
         keys[~is_sink], values[~is_sink] = found[0].to(keys.dtype), found[1].to(keys.dtype)
 
-
-def _rest(layout: Layout) -> tuple[int, ...]:
-    """Entries per head that are no sinks."""
-    return tuple(count - n_sink for count, n_sink in zip(layout.counts, layout.sinks, strict=True))
+    def _rest(self, layout: Layout) -> tuple[int, ...]:
+        """Entries per head that are quantised in groups."""
+        counted = zip(layout.counts, layout.sinks, strict=True)
+        return tuple(max(0, count - n_sink - self.window) for count, n_sink in counted)

@@ -15,11 +15,13 @@ from precis.errors import ArtifactMissing, InvalidRequest
 # stored bits per number, positions included, about
 CODEC_BITS = {
     "raw16": 16.0,
+    "think": 13.2,
     "int8": 8.6,
     "int4": 4.6,
     "int4-hadamard": 4.6,
     "int3": 3.6,
     "int2": 3.1,
+    "minikv": 4.2,
 }  # stored per number
 HEADS, TRANSFORM = "heads", "transform"  # kinds of artifacts: some policies read the first, `tc` the second
 CODEC_NAMES = (*CODEC_BITS, "tc")
@@ -76,6 +78,10 @@ PRESETS: dict[str, Preset] = {
     "tova": Preset("keeps what the last token looks at, the same for all heads (TOVA)", n_window=1, nested=True),
     "finch": Preset("keeps what the document's end looks at, row by row normalised (FINCH)", n_window=64, nested=True),
     "h2o": Preset("keeps what the whole document looks at most (H2O)", window_share=0.5),
+    "minikv": Preset(
+        "keeps what the whole document looks at most, more in lower layers (MiniKV; its codec has the same name)",
+        window_share=0.5,
+    ),
     "corm": Preset("keeps what any late token looks at more than evenly (CORM)", n_window=64, finds_budget=True),
     "dbudgetkv": Preset("evicts old tokens until attention would suffer (DBudgetKV)", finds_budget=True),
     "cascadingkv": Preset("ever sparser windows over the past (CascadingKV)"),

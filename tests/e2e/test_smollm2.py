@@ -172,7 +172,10 @@ def test_the_command_line_shows_asks_lists_and_removes(up: Up, context: dict[str
     answered = up.precis("ask", context["id"], QUESTION, "--max-tokens", "24")
     assert FACT in answered.stdout
     assert context["id"] in up.precis("ls").stdout
-    assert json.loads(up.precis("show", context["id"]).stdout)["id"] == context["id"]
+    assert json.loads(up.precis("show", context["id"], "--json").stdout)["id"] == context["id"]
+    shown = up.precis("show", context["id"]).stdout
+    assert "nats per token" in shown
+    assert f"{context['storage']['ratio']:.1f}x" in shown
     assert "SmolLM2" in up.precis("models").stdout
     missing = up.precis("ask", "ctx_none", "x")
     assert missing.returncode == 1

@@ -22,7 +22,7 @@ from precis.rates import Coding
 from tests.precis.build import attached, cut, read, tokens
 
 FILE = Path(__file__).parent / f"snapshots-v{FORMAT_VERSION}.safetensors"
-N_TOKENS, LIMIT = 50, 9_000
+N_TOKENS, LIMIT = 260, 45_000
 
 
 def main() -> None:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from precis import positions
 from precis.codecs import Codec, Layout
+from precis.codecs.kivi import Kivi
+from precis.codecs.think import Think
 from precis.container import CODECS
-from precis.quantize import channel_group, pack, packed_size, quantize, rotate, token_groups, unpack
+from precis.quantize import channel_group, pack, packed_size, quantize, rotate, sink_rows, token_groups, unpack
 
 
 def decoded(codec: Codec, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
@@ -33,13 +35,24 @@ def test_round_trip_is_within_half_a_step(codec: Codec, counts: tuple[int, ...])
     generator = torch.Generator().manual_seed(sum(counts))
     layout = Layout(counts, tuple(min(4, count) for count in counts), 64)
     keys, values = (3 * torch.randn(sum(counts), 64, generator=generator) for _ in range(2))
+    if codec.name == "think":
+        keys = keys * (torch.arange(64) >= 25)  # what is pruned would come back as 0
     parts = codec.encode(keys, values, layout)
     for name, (dtype, shape) in codec.shapes(layout).items():
         assert parts[name].dtype == dtype
         assert tuple(parts[name].shape) == shape
     found = decoded(codec, keys, values, layout)
     widest = 24.0  # of a group: normal numbers of deviation 3
-    steps = {"raw16": 2400, "int8": 255, "int4": 15, "int4-hadamard": 5, "int3": 7, "int2": 3}
+    steps = {
+        "raw16": 2400,
+        "think": 2400,
+        "int8": 255,
+        "int4": 15,
+        "int4-hadamard": 5,
+        "int3": 7,
+        "int2": 3,
+        "minikv": 3,
+    }
     bound = widest / steps[codec.name] * 0.51 + 0.01  # a rotation adds up to the root of 64 such errors, by chance few
     for expected, got in zip((keys, values), found, strict=True):
         assert got.shape == expected.shape
@@ -86,7 +99,7 @@ def test_sinks_of_int4_are_kept_at_eight_bits() -> None:
     assert float((found[:4] - keys[:4]).abs().max()) < 1.0
 
 
-@pytest.mark.parametrize("name", ["int4", "int4-hadamard", "int3", "int2"])
+@pytest.mark.parametrize("name", ["int4", "int4-hadamard", "int3", "int2", "minikv"])
 @pytest.mark.parametrize("dim", [7, 12, 80])
 def test_any_head_dim_will_do(name: str, dim: int) -> None:
     codec, layout = CODECS[name], Layout((2,), (0,), dim)
@@ -103,6 +116,55 @@ def test_rotating_heads_with_an_outlying_channel_brings_them_nearer() -> None:
         _, found = decoded(CODECS[name], values, values, layout)
         errors.append(float((found - values).square().mean()))
     assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("window", [0, 40])
+def test_groups_and_windows_cost_what_they_should(group: int, window: int) -> None:
+    counts = (300, 0, 20, 129)
+    layout = Layout(counts, tuple(min(4, count) for count in counts), 64)
+    keys = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(4))
+    codec = Kivi("int3", 3, group, window=window)
+    found = decoded(codec, keys, keys, layout)
+    edges = sink_rows(counts, layout.sinks, keys.device, window)
+    assert int(edges.sum()) == (12 if window == 0 else 44 + 20 + 44)
+    for got in found:
+        assert float((got - keys)[edges].abs().max()) < 0.02
+        assert 0.1 < float((got - keys)[~edges].abs().max()) < 0.6
+    n_groups = sum(
+        -(-max(0, count - n_sink - window) // group) for count, n_sink in zip(counts, layout.sinks, strict=True)
+    )
+    assert codec.shapes(layout)["key_scale"][1] == (n_groups, 64)
+    assert codec.shapes(layout)["value_scale"][1] == (int((~edges).sum()), 64 // min(group, 64))
+
+
+def test_think_drops_the_channels_that_add_least_to_logits() -> None:
+    counts, n_sinks = (100, 50, 3), (4, 4, 3)
+    layout = Layout(counts, n_sinks, 10, index=1)
+    generator = torch.Generator().manual_seed(6)
+    keys, values = (torch.randn(sum(counts), 10, generator=generator).half().float() for _ in range(2))
+    queries = torch.rand(2, 3, 10, generator=generator)
+    got_keys, got_values = decoded(Think(queries=queries), keys, values, layout)
+    assert torch.equal(got_values, values)
+    for head, (own, got, n_sink) in enumerate(
+        zip(torch.split(keys, list(counts)), torch.split(got_keys, list(counts)), n_sinks, strict=True)
+    ):
+        losses = [float(own[:, c].square().mean() * queries[1, head, c]) for c in range(10)]
+        dropped = sorted(range(10), key=losses.__getitem__)[:4]
+        middle = slice(n_sink, max(n_sink, len(own) - 32))
+        assert bool((got[middle][:, dropped] == 0).all())
+        expected = own.clone()
+        expected[middle, dropped] = 0
+        assert torch.equal(got, expected)
+
+
+def test_think_refuses_a_mask_with_another_number_of_channels() -> None:
+    layout = Layout((50,), (4,), 10)
+    keys = torch.randn(50, 10)
+    parts = Think().encode(keys, keys, layout)
+    parts["channels"] = torch.full_like(parts["channels"], 3)
+    with pytest.raises(ValueError, match="channels"):
+        Think().decode(parts, layout, keys.clone(), keys.clone())
 
 
 @pytest.mark.parametrize("dim", [1, 7, 12, 64, 80])

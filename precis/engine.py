@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from precis.attention import ragged
 from precis.attention.torch_ref import Segment, attend
 from precis.core import Entries
 from precis.families import Model
+from precis.packing import plain, tables_of
 from precis.session import Feed, Session
 from precis.trimming import look, remember
+
+
+class Logits(TypedDict):
+    """How a layer makes logits, and which of them a row does not see."""
+
+    scaling: float
+    softcap: float | None
+    window: int | None
 
 
 class PackedStep:
@@ -24,16 +35,43 @@ class PackedStep:
             feed.session.tail.make_room(len(feed.token_ids))
             self._starts.append(self._starts[-1] + len(feed.token_ids))
         spans = [(f.session.position, f.session.position + len(f.token_ids)) for f in feeds]
-        self.positions = torch.cat([torch.arange(a, b, device=device) for a, b in spans])
+        self.positions = torch.cat([torch.arange(a, b, dtype=torch.int32, device=device) for a, b in spans])
+        self._native = ragged.usable(feeds[0].session.tail.keys)
+        self._tables = tables_of(feeds) if self._native and plain(feeds) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tails; attend rows [K][token][G] over snapshots and tails."""
         g = self._feeds[0].session.snapshot.geometry
-        n_tokens, group = query.shape[1], g.group_size
-        rows = query.reshape(g.n_kv_heads, group, n_tokens, g.head_dim).transpose(1, 2)
+        how: Logits = {"scaling": g.scaling[layer], "softcap": g.softcap[layer], "window": g.windows[layer]}
+        if self._native:
+            like = self._feeds[0].session.tail.keys
+            query, key, value = (part.to(like.dtype).contiguous() for part in (query, key, value))
+        if self._tables is not None:
+            new = ragged.New(query, key, value, self.positions, self._tables.places[layer])
+            return ragged.attend(new, self._tables.runs[layer], sinks=sinks, **how)
+        rows = query.reshape(g.n_kv_heads, g.group_size, -1, g.head_dim).transpose(1, 2)
+        segments = self._segments(layer, rows, key, value)
+        if self._native:
+            new = ragged.New(query, key, value, self.positions)
+            out = ragged.attend(new, ragged.runs_of(segments), sinks=sinks, **how)
+        else:
+            out = self._by_torch(rows, segments, how, sinks).transpose(1, 2).reshape(query.shape)
+        self._trim(layer, query, sinks)
+        return out
+
+    def done(self) -> None:
+        """Count what the step took in, once all layers have it."""
+        for feed in self._feeds:
+            if self._tables is not None:
+                feed.session.tail.counts += len(feed.token_ids)
+            feed.session.fed(len(feed.token_ids), last=feed.last)
+
+    def _segments(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> list[Segment]:
+        """What rows [K, n, G, D] read, once the new entries are in their tails and views have chosen."""
+        n_kv_heads, n_tokens, group, _ = rows.shape
         segments = []
         self._look_again(layer, rows)
-        for kv_head in range(g.n_kv_heads):
+        for kv_head in range(n_kv_heads):
             segments += self._shared(layer, kv_head, n_tokens * group * kv_head, group)
         for index, feed in enumerate(self._feeds):
             start, stop = self._starts[index], self._starts[index + 1]
@@ -42,17 +80,13 @@ class PackedStep:
             segments += self._private(layer, index, n_tokens, group)
             if feed.last and feed.session.view is not None and not feed.session.view.every_step:
                 self._choose(layer, feed.session, rows[:, stop - 1])
-        out = attend(
-            rows.reshape(-1, g.head_dim),
-            self.positions.repeat_interleave(group).repeat(g.n_kv_heads),
-            segments,
-            scaling=g.scaling[layer],
-            softcap=g.softcap[layer],
-            window=g.windows[layer],
-            sinks=None if sinks is None else sinks.reshape(g.n_kv_heads, 1, group).expand(-1, n_tokens, -1).reshape(-1),
-        )
-        self._trim(layer, query, sinks)
-        return out.reshape(g.n_kv_heads, n_tokens, group, -1).transpose(1, 2).reshape(query.shape)
+        return segments
+
+    def _by_torch(self, rows: Tensor, segments: Sequence[Segment], how: Logits, sinks: Tensor | None) -> Tensor:
+        n_kv_heads, n_tokens, group, head_dim = rows.shape
+        positions = self.positions.repeat_interleave(group).repeat(n_kv_heads)
+        logits = None if sinks is None else sinks.reshape(n_kv_heads, 1, group).expand(-1, n_tokens, -1).reshape(-1)
+        return attend(rows.reshape(-1, head_dim), positions, segments, sinks=logits, **how).reshape(rows.shape)
 
     def _trim(self, layer: int, query: Tensor, sinks: Tensor | None) -> None:
         """Let answers forget, after this layer has read them."""
@@ -158,11 +192,10 @@ def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
     token_ids = torch.tensor([t for feed in feeds for t in feed.token_ids], device=model.device)
     out = model.hf(
         input_ids=token_ids[None],
-        position_ids=packed.positions[None],
+        position_ids=packed.positions[None].long(),
         use_cache=False,
         kv_store=packed,
         logits_to_keep=torch.tensor(wanted, device=model.device),
     )
-    for feed in feeds:
-        feed.session.fed(len(feed.token_ids), last=feed.last)
+    packed.done()
     return list(out.logits[0].float().split(sizes))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from precis.core import Geometry
@@ -19,14 +21,14 @@ class Tail:
     Attributes:
         keys, values: [L, K, room, D].
         positions: [L, K, room] int32.
-        counts: [L][K] entries that are filled.
+        counts: [L, K] entries that are filled.
         n_tokens: tokens that went in.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
-    counts: list[list[int]]
+    counts: NDArray[np.int64]
     n_tokens: int = 0
 
     @staticmethod
@@ -35,16 +37,15 @@ class Tail:
         g = geometry
         keys = like.new_empty(g.n_layers, g.n_kv_heads, _ROOM, g.head_dim)
         positions = torch.zeros(keys.shape[:3], dtype=torch.int32, device=like.device)
-        return Tail(keys, torch.empty_like(keys), positions, [[0] * g.n_kv_heads for _ in range(g.n_layers)])
+        return Tail(keys, torch.empty_like(keys), positions, np.zeros(keys.shape[:2], np.int64))
 
     def copy(self) -> Tail:
         """The same entries, to go on with in another way."""
-        counts = [list(row) for row in self.counts]
-        return Tail(self.keys.clone(), self.values.clone(), self.positions.clone(), counts, self.n_tokens)
+        return Tail(self.keys.clone(), self.values.clone(), self.positions.clone(), self.counts.copy(), self.n_tokens)
 
     def make_room(self, n_tokens: int) -> None:
         """Let every head take `n_tokens` more."""
-        room, filled = self.keys.shape[2], max(map(max, self.counts))
+        room, filled = self.keys.shape[2], int(self.counts.max())
         if filled + n_tokens > room:
             more = max(room, filled + n_tokens - room)
             pad = self.keys.new_empty(*self.keys.shape[:2], more, self.keys.shape[3])
@@ -55,15 +56,15 @@ class Tail:
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Take keys and values [K, n, D] of the next tokens, at `positions` [n]."""
         n = key.shape[1]
-        for heads, start in _runs(self.counts[layer]):
+        for heads, start in _runs(self.counts[layer].tolist()):
             self.keys[layer, heads, start : start + n] = key[heads]
             self.values[layer, heads, start : start + n] = value[heads]
             self.positions[layer, heads, start : start + n] = positions.to(torch.int32)
-        self.counts[layer] = [count + n for count in self.counts[layer]]
+        self.counts[layer] += n
 
     def entries(self, layer: int, kv_head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [n, D], values [n, D] and positions [n] of one head, ascending by position."""
-        n = self.counts[layer][kv_head]
+        n = int(self.counts[layer, kv_head])
         return self.keys[layer, kv_head, :n], self.values[layer, kv_head, :n], self.positions[layer, kv_head, :n]
 
     def keep(self, layer: int, kv_head: int, kept: Tensor) -> None:
@@ -71,7 +72,7 @@ class Tail:
         n = int(kept.sum())
         for entries in (self.keys, self.values, self.positions):
             entries[layer, kv_head, :n] = entries[layer, kv_head, : kept.shape[0]][kept]
-        self.counts[layer][kv_head] = n
+        self.counts[layer, kv_head] = n
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ def remember(session: Session, layer: int, query: Tensor, positions: Tensor) -> 
     n_window = watched.positions.shape[0]
     places = (watched.n_seen + torch.arange(positions.shape[0], device=positions.device)) % n_window
     watched.rows[layer, :, places] = query
-    watched.positions[places] = positions
+    watched.positions[places] = positions.to(watched.positions.dtype)
 
 
 def look(session: Session, layer: int, sinks: Tensor | None) -> None:

@@ -27,7 +27,6 @@ class Segment:
         positions: [n] int32.
         rows: start and stop of the query rows.
         causal: whether some row may come before some entry; False where every entry precedes every row.
-        visible: [rows, n] bool, further limits (a query-time view), or None.
         bias: [n] float32, added to the entries' logits, or None.
     """
 
@@ -36,7 +35,6 @@ class Segment:
     positions: Tensor
     rows: tuple[int, int]
     causal: bool
-    visible: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -114,10 +112,7 @@ def _logits(
 
 def _hidden(row_positions: Tensor, segment: Segment, window: int | None) -> Tensor | None:
     """Mask [r, n], True = not visible; None where everything is visible."""
-    hidden = None if segment.visible is None else ~segment.visible
-    if segment.causal:
-        later = segment.positions[None] > row_positions[:, None]
-        hidden = later if hidden is None else hidden | later
+    hidden = segment.positions[None] > row_positions[:, None] if segment.causal else None
     if window is not None:
         gone = segment.positions[None] <= row_positions[:, None] - window
         hidden = gone if hidden is None else hidden | gone

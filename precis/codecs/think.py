@@ -64,7 +64,9 @@ class Think:
             ValueError: if an entry is not finite.
         """
         parts, edges = to_words(keys, values), self._edges(layout, keys.device)
-        kept = torch.stack([self._kept(own, layout, head) for head, own in enumerate(torch.split(keys, list(layout.counts)))])
+        kept = torch.stack(
+            [self._kept(own, layout, head) for head, own in enumerate(torch.split(keys, list(layout.counts)))]
+        )
         thin = parts["keys"][~edges]
         mine = kept[self._heads(layout, keys.device)[~edges]]
         thin = thin[mine].reshape(len(thin), self._n_channels(layout.head_dim))

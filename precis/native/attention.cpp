@@ -18,60 +18,20 @@
 #include <vector>
 
 #include "parallel.h"
+#include "vectors.h"
 
 namespace {
 
+using namespace precis;
+
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kBlockRows = 12;  // 24 accumulators of 32 registers
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kBlockRows = 6;  // 12 of 16
+constexpr int kBlockRows = 12;  // 24 accumulators of 32 registers
 #else
-constexpr int kLanes = 4, kBlockRows = 6;
+constexpr int kBlockRows = 6;  // 12 of 16
 #endif
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
 
 constexpr int kRows = 24;    // of a tile
 constexpr int kBlock = 128;  // values that stay in the first-level cache
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-inline Vec load(const float* from) {
-  Vec found;
-  std::memcpy(&found, from, sizeof found);
-  return found;
-}
-
-inline void store(float* to, Vec what) { std::memcpy(to, &what, sizeof what); }
-
-inline Vec all(float value) { return value - Vec{}; }
-
-// e^x for x <= 0, relative error below 3e-7; 0 below -87.
-inline Vec exp_of(Vec x) {
-  const VecInt gone = x < -87.0f;
-  x = gone ? all(-87.0f) : x;
-  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const Vec n = (x * 1.44269504088896341f + magic) - magic;
-  Vec r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  Vec p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const VecInt power = (__builtin_convertvector(n, VecInt) + 127) << 23;
-  Vec scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  p = p * scale;
-  return gone ? Vec{} : p;
-}
-
-inline float sum_of(Vec x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; i++) sum += x[i];
-  return sum;
-}
 
 float sum_between(const float* from, int start, int stop) {
   Vec sum{};
@@ -88,24 +48,6 @@ struct Call {
   int n_heads, n_kv_heads, n_rows, n_keys, head_dim;
   float scaling, softcap;
   int window, start, stop, n_first, n_context;
-};
-
-// Zeros at the start of a cache line: a vector that lies across two costs twice.
-class Floats {
- public:
-  Floats() = default;
-  explicit Floats(size_t n) : all_(static_cast<float*>(std::aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64))) {
-    if (!all_) throw std::bad_alloc();
-    std::fill_n(all_.get(), n, 0.0f);
-  }
-  float* get() const { return all_.get(); }
-  float& operator[](size_t i) const { return all_.get()[i]; }
-
- private:
-  struct Free {
-    void operator()(float* what) const { std::free(what); }
-  };
-  std::unique_ptr<float[], Free> all_;
 };
 
 // Keys of one kv head as [n / lanes][D][lanes] and values as [n][width], both padded with zeros.

@@ -9,20 +9,34 @@ from pathlib import Path
 
 import torch
 
+_ARCH_PRCTL, _ASK_FOR, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 FOLDER = Path(__file__).parent
-LEVELS = ("x86-64-v4", "x86-64-v3", "")  # of instructions, best first; "" is whatever every such machine has
+LEVELS = ("amx", "x86-64-v4", "x86-64-v3", "")  # of instructions, best first; "" is whatever every such machine has
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The best compiled file that this machine can run, or None."""
-    has = torch.backends.cpu.get_cpu_capability()
-    levels = {"AVX512": LEVELS, "AVX2": LEVELS[1:]}.get(has, LEVELS[2:])
-    for level in levels:
+    for level in levels():
         path = file_of(level)
         if path.exists():
             return opened(path)
     return None
+
+
+def levels() -> tuple[str, ...]:
+    """Of instructions that this machine has, best first."""
+    has = torch.backends.cpu.get_cpu_capability()
+    if has == "AVX512":
+        return LEVELS if _has_tiles() else LEVELS[1:]
+    return LEVELS[2:] if has == "AVX2" else LEVELS[3:]
+
+
+def _has_tiles() -> bool:
+    """Whether there are matrix tiles in bfloat16, and the kernel lets this process use them."""
+    if platform.system() != "Linux" or " amx_bf16 " not in Path("/proc/cpuinfo").read_text().replace("\n", " "):
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR, _TILE_DATA) == 0
 
 
 def opened(path: Path) -> ctypes.CDLL:

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_LEVELS = {"x86-64-v4": ["-mprefer-vector-width=512"], "x86-64-v3": [], "": []}
+_WIDE = "-mprefer-vector-width=512"
+_LEVELS = {
+    "amx": ["-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mavx512bf16", _WIDE],
+    "x86-64-v4": ["-march=x86-64-v4", _WIDE],
+    "x86-64-v3": ["-march=x86-64-v3"],
+    "": [],
+}
 
 
 def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
@@ -27,8 +33,7 @@ def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
     for level, options in _LEVELS.items() if x86 else [("", [])]:
         target = folder / f"_precis-{platform.machine()}-{level or 'plain'}.so"
         part = target.with_suffix(f".{os.getpid()}.part")
-        march = [f"-march={level}"] if level else []
-        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *march, *options]
+        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *options]
         command = [*compiler.split(), *flags, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(part)]
         for extra in (["-fopenmp"], []):  # not every compiler comes with it
             done = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)

@@ -3,8 +3,10 @@
 #include <atomic>
 #include <new>
 #include <thread>
+#include <type_traits>
 
 #include "ragged.h"
+#include "tiles.h"
 
 namespace {
 
@@ -15,7 +17,6 @@ struct Step {
   int64_t query_head, query_token, key_head, key_token, value_head, value_token;
   char* out;  // [tokens][H][D]
   int n_tokens, n_kv_heads, group, head_dim;
-  float scaling;
 };
 
 // Columns of a table in Python, one row per token and kv head.
@@ -37,41 +38,60 @@ void append(const Step& step, const Place* places, const int32_t* positions) {
     }
 }
 
-template <class Number>
-void attend(const Step& step, const Run* runs, int n_runs, const int32_t* positions, float softcap, int window,
-            const float* sinks, int n_threads) {
+template <class Number, class Place>
+void attend_with(const Step& step, const Run* runs, int n_runs, const int32_t* positions, Ragged call, const float* sinks,
+                 int n_threads) {
   const int width = padded(step.head_dim), per_head = step.n_tokens * step.group, n_rows = per_head * step.n_kv_heads;
-  Floats query(static_cast<size_t>(n_rows) * width);
-  std::vector<int32_t> row_positions(n_rows);
+  const float factor = Place::kScales ? 1.0f : call.scaling;
+  static thread_local Floats query;
+  if (query.size() < static_cast<size_t>(n_rows) * width) query = Floats(static_cast<size_t>(n_rows) * width);
+  static thread_local std::vector<int32_t> row_positions;
+  row_positions.resize(n_rows + kLanes);
+  const auto head_of = [&](int row) { return row / per_head * step.group + row % step.group; };
+  const auto token_of = [&](int row) { return row % per_head / step.group; };
   for (int row = 0; row < n_rows; row++) {
-    const int head = row / per_head * step.group + row % step.group, token = row % per_head / step.group;
-    const auto* from = reinterpret_cast<const Number*>(step.query) + head * step.query_head + token * step.query_token;
-    for (int d = 0; d < step.head_dim; d++) query[static_cast<size_t>(row) * width + d] = widened(from[d]) * step.scaling;
-    row_positions[row] = positions[token];
+    const auto* from = reinterpret_cast<const Number*>(step.query) + head_of(row) * step.query_head +
+                       token_of(row) * step.query_token;
+    float* to = &query[static_cast<size_t>(row) * width];
+    for (int d = 0; d < step.head_dim; d++) to[d] = widened(from[d]) * factor;
+    for (int d = step.head_dim; d < width; d++) to[d] = 0.0f;
+    row_positions[row] = positions[token_of(row)];
   }
-  const Ragged call{query.get(), row_positions.data(), n_rows, step.head_dim, softcap, window};
-  static thread_local Partials partials;
+  call.query = query.get();
+  call.row_positions = row_positions.data();
+  call.n_rows = n_rows;
+  static thread_local Partials kept;
+  Partials& partials = kept;
   partials.plan(runs, n_runs, width, n_threads);
   partials.index(n_rows);
-  auto& places_to_work = benches<Number>(n_threads, step.head_dim);
+  auto& places = places_to_work<Place>(n_threads, step.head_dim);
   const int n_units = static_cast<int>(partials.units.size());
-  Partials& shared = partials;
   std::atomic<int> next_unit{0}, done{0}, next_row{0};
   on_threads(n_threads, [&](int thread) {
     for (int i; (i = next_unit++) < n_units; done++) {
-      const auto& unit = shared.units[i];
-      places_to_work[thread].run(call, runs[unit.run], unit, shared);
+      const auto& unit = partials.units[i];
+      places[thread].run(call, runs[unit.run], unit, partials);
     }
     while (done < n_units) std::this_thread::yield();
     float found[1024];
     for (int row; (row = next_row++) < n_rows;) {
-      const int head = row / per_head * step.group + row % step.group, token = row % per_head / step.group;
-      merged(shared, row, width, sinks ? sinks[head] : kNothing, found);
+      const int head = head_of(row);
+      merged(partials, row, width, sinks ? sinks[head] : kNothing, found);
       auto* to = reinterpret_cast<Number*>(step.out) +
-                 (static_cast<size_t>(token) * step.n_kv_heads * step.group + head) * step.head_dim;
+                 (static_cast<size_t>(token_of(row)) * step.n_kv_heads * step.group + head) * step.head_dim;
       for (int d = 0; d < step.head_dim; d++) narrow(found[d], to[d]);
     }
   });
+}
+
+template <class Number>
+void attend(const Step& step, const Run* runs, int n_runs, const int32_t* positions, const Ragged& call,
+            const float* sinks, int n_threads) {
+#if defined(__AMX_BF16__)
+  if (std::is_same<Number, Bf16>::value && TileBench::fits(step.head_dim))
+    return attend_with<Number, TileBench>(step, runs, n_runs, positions, call, sinks, n_threads);
+#endif
+  attend_with<Number, Bench<Number>>(step, runs, n_runs, positions, call, sinks, n_threads);
 }
 
 }  // namespace
@@ -98,15 +118,16 @@ extern "C" int precis_ragged_attention(
   }
   const Step step{static_cast<const char*>(query), static_cast<const char*>(key), static_cast<const char*>(value),
                   strides[0], strides[1], strides[2], strides[3], strides[4], strides[5], static_cast<char*>(out),
-                  n_tokens, n_kv_heads, group, head_dim, scaling};
+                  n_tokens, n_kv_heads, group, head_dim};
+  const Ragged call{nullptr, nullptr, 0, head_dim, softcap, window, scaling};
   try {
     const auto* to = reinterpret_cast<const Place*>(places);
     if (bfloat16) {
       if (to) append<Bf16>(step, to, positions);
-      attend<Bf16>(step, table, n_runs, positions, softcap, window, sinks, n_threads);
+      attend<Bf16>(step, table, n_runs, positions, call, sinks, n_threads);
     } else {
       if (to) append<float>(step, to, positions);
-      attend<float>(step, table, n_runs, positions, softcap, window, sinks, n_threads);
+      attend<float>(step, table, n_runs, positions, call, sinks, n_threads);
     }
   } catch (const std::bad_alloc&) {
     return 2;

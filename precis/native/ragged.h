@@ -26,11 +26,12 @@ struct Run {
 };
 
 struct Ragged {
-  const float* query;  // [rows][padded D], scaled
+  const float* query;  // [rows][padded D]
   const int32_t* row_positions;
   int n_rows, head_dim;
   float softcap;  // 0: none
   int window;     // 0: none
+  float scaling;  // of logits
 };
 
 inline int padded(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -91,6 +92,8 @@ class Partials {
 template <class Number>
 class Bench {
  public:
+  static constexpr bool kScales = false;  // queries come scaled
+
   explicit Bench(int head_dim)
       : dim_(head_dim), width_(padded(head_dim)), weights_(kTile * kChunk), columns_(2 * kLanes * width_),
         wide_(kChunk * width_) {}
@@ -316,9 +319,9 @@ class Bench {
 };
 
 // As many places to work as there are threads, kept from call to call.
-template <class Number>
-std::vector<Bench<Number>>& benches(int n_threads, int head_dim) {
-  static thread_local std::vector<Bench<Number>> kept;
+template <class Place>
+std::vector<Place>& places_to_work(int n_threads, int head_dim) {
+  static thread_local std::vector<Place> kept;
   if (!kept.empty() && kept[0].head_dim() != head_dim) kept.clear();
   while (static_cast<int>(kept.size()) < n_threads) kept.emplace_back(head_dim);
   return kept;

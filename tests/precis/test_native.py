@@ -19,10 +19,7 @@ from precis.observations.repeat import RepeatAttention
 from precis.prefill import prefill
 from tests.precis.build import N_CONTEXT, attached, document, tokens
 
-_HAS = {"AVX512": native.LEVELS, "AVX2": native.LEVELS[1:]}.get(
-    torch.backends.cpu.get_cpu_capability(), native.LEVELS[2:]
-)
-FILES = [native.file_of(level) for level in _HAS if native.file_of(level).exists()]
+FILES = [native.file_of(level) for level in native.levels() if native.file_of(level).exists()]
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)

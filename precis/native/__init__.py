@@ -36,7 +36,7 @@ def _has_tiles() -> bool:
     """Whether there are matrix tiles in bfloat16, and the kernel lets this process use them."""
     if platform.system() != "Linux" or " amx_bf16 " not in Path("/proc/cpuinfo").read_text().replace("\n", " "):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR, _TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR, _TILE_DATA) == 0)
 
 
 def opened(path: Path) -> ctypes.CDLL:

@@ -11,6 +11,7 @@ from torch import Tensor
 from precis.attention import ragged
 from precis.attention.torch_ref import Segment, attend
 from precis.core import Entries
+from precis.decoder import MAX_TOKENS
 from precis.families import Model
 from precis.packing import plain, tables_of
 from precis.session import Feed, Session
@@ -37,7 +38,7 @@ class PackedStep:
         spans = [(f.session.position, f.session.position + len(f.token_ids)) for f in feeds]
         self.positions = torch.cat([torch.arange(a, b, dtype=torch.int32, device=device) for a, b in spans])
         self._native = ragged.usable(feeds[0].session.tail.keys)
-        self._tables = tables_of(feeds) if self._native and plain(feeds) else None
+        self.tables = tables_of(feeds) if self._native and plain(feeds) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tails; attend rows [K][token][G] over snapshots and tails."""
@@ -46,9 +47,9 @@ class PackedStep:
         if self._native:
             like = self._feeds[0].session.tail.keys
             query, key, value = (part.to(like.dtype).contiguous() for part in (query, key, value))
-        if self._tables is not None:
-            new = ragged.New(query, key, value, self.positions, self._tables.places[layer])
-            return ragged.attend(new, self._tables.runs[layer], sinks=sinks, **how)
+        if self.tables is not None:
+            new = ragged.New(query, key, value, self.positions, self.tables.places[layer])
+            return ragged.attend(new, self.tables.runs[layer], sinks=sinks, **how)
         rows = query.reshape(g.n_kv_heads, g.group_size, -1, g.head_dim).transpose(1, 2)
         segments = self._segments(layer, rows, key, value)
         if self._native:
@@ -62,7 +63,7 @@ class PackedStep:
     def done(self) -> None:
         """Count what the step took in, once all layers have it."""
         for feed in self._feeds:
-            if self._tables is not None:
+            if self.tables is not None:
                 feed.session.tail.counts += len(feed.token_ids)
             feed.session.fed(len(feed.token_ids), last=feed.last)
 
@@ -189,13 +190,16 @@ def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
         rows = range(start, start + n) if feed.all_logits else [start + n - 1]
         wanted += rows
         sizes.append(len(rows))
-    token_ids = torch.tensor([t for feed in feeds for t in feed.token_ids], device=model.device)
-    out = model.hf(
-        input_ids=token_ids[None],
-        position_ids=packed.positions[None].long(),
-        use_cache=False,
-        kv_store=packed,
-        logits_to_keep=torch.tensor(wanted, device=model.device),
-    )
+    token_ids = [token for feed in feeds for token in feed.token_ids]
+    if model.native is not None and packed.tables is not None and len(token_ids) <= MAX_TOKENS:
+        logits: Tensor = model.native.step(token_ids, packed.positions, packed.tables, wanted)
+    else:
+        logits = model.hf(
+            input_ids=torch.tensor(token_ids, device=model.device)[None],
+            position_ids=packed.positions[None].long(),
+            use_cache=False,
+            kv_store=packed,
+            logits_to_keep=torch.tensor(wanted, device=model.device),
+        ).logits[0]
     packed.done()
-    return list(out.logits[0].float().split(sizes))
+    return list(torch.split(logits.float(), sizes))

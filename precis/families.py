@@ -33,6 +33,7 @@ class Model:
         tables: of heads and layers, measured once of this model (`precis.artifacts`), or none.
         transform: measured once of this model, or None.
         artifacts: fingerprints of both, by kind.
+        native: a `precis.decoder.Decoder`, for steps of few tokens, or None.
     """
 
     hf: Any
@@ -43,6 +44,7 @@ class Model:
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     transform: Transform | None = None
     artifacts: Mapping[str, str] = field(default_factory=dict)
+    native: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -218,7 +220,7 @@ class Rotary:
         """
         parts = zip(layers, keys.split(list(sizes)), positions.split(list(sizes)), strict=True)  # type: ignore[no-untyped-call]
         for layer, key, places in parts:
-            if not (self.turns_halves(layer) and turn_halves(key, places.int(), *self._table(layer))):
+            if not (self.turns_halves(layer) and turn_halves(key, places.int(), *self.table(layer))):
                 key.copy_(self.redo(layer, key, places))
 
     def pull_back(self, layer: int, gradients: Tensor, positions: Tensor) -> Tensor:
@@ -229,7 +231,7 @@ class Rotary:
         keys = keys.float()
         if self._apply is None or self._embedding is None or keys.shape[0] == 0:
             return keys
-        cos_table, sin_table = self._table(layer)
+        cos_table, sin_table = self.table(layer)
         index = positions.long()
         cos, sin = cos_table[index][None], sin_table[index][None] * sign
         no_query = keys.new_empty(1, 0, *keys.shape)
@@ -245,14 +247,15 @@ class Rotary:
             positions = torch.arange(min(8, self.n_positions), dtype=torch.int32, device=self._device)
             keys = torch.linspace(-1, 2, len(positions) * self.head_dim, device=self._device).reshape(-1, self.head_dim)
             expected = self.redo(layer, keys, positions)
-            turned = turn_halves(keys, positions, *self._table(layer))
+            turned = turn_halves(keys, positions, *self.table(layer))
             self._by_halves[kind] = turned and torch.allclose(keys, expected, atol=1e-5)
         return self._by_halves.get(kind, False)
 
     def _kind(self, layer: int) -> str:
         return self._kinds[layer] if self._per_kind and self._kinds else ""
 
-    def _table(self, layer: int) -> tuple[Tensor, Tensor]:
+    def table(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a layer's RoPE [positions, rotated dims] float32."""
         kind = self._kind(layer)
         if kind not in self._tables:
             steps = torch.arange(self.n_positions, device=self._device)[None]

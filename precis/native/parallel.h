@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -33,6 +34,35 @@ void on_threads(int n_threads, const Work& work) {
   for (auto& helper : helpers) helper.join();
 #endif
 }
+
+// Calls work(thread, n) on n <= n_threads threads that all run at the same time, so that they may wait for one another.
+template <class Work>
+void on_team(int n_threads, const Work& work) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(n_threads)
+  work(omp_get_thread_num(), omp_get_num_threads());
+#else
+  work(0, 1);
+#endif
+}
+
+// Where the threads of a team wait until all are there.
+class Meeting {
+ public:
+  void wait(int n) {
+    const int round = round_.load(std::memory_order_acquire);
+    if (there_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
+      there_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int turns = 0; round_.load(std::memory_order_acquire) == round; turns++)
+      if (turns > 4000) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> there_{0}, round_{0};
+};
 
 struct Bf16 {
   uint16_t bits;

@@ -68,6 +68,7 @@ void attend_with(const Step& step, const Run* runs, int n_runs, const int32_t* p
   const int n_units = static_cast<int>(partials.units.size());
   std::atomic<int> next_unit{0}, done{0}, next_row{0};
   on_threads(n_threads, [&](int thread) {
+    const typename Place::Setting setting;
     for (int i; (i = next_unit++) < n_units; done++) {
       const auto& unit = partials.units[i];
       places[thread].run(call, runs[unit.run], unit, partials);
@@ -108,14 +109,8 @@ extern "C" int precis_ragged_attention(
     return 1;
   const auto* table = reinterpret_cast<const Run*>(runs);
   const int64_t n_rows = static_cast<int64_t>(n_tokens) * n_kv_heads * group;
-  for (int i = 0; i < n_runs; i++) {
-    const Run& run = table[i];
-    const bool fits = 0 <= run.length && run.length < (1 << 30) && 0 <= run.first_row && 0 <= run.n_rows &&
-                      run.n_rows <= n_rows && run.first_row <= n_rows - run.n_rows &&
-                      (run.length == 0 || (run.keys && run.values)) &&
-                      (run.length == 0 || run.positions || (!run.causal && window <= 0));
-    if (!fits) return 1;
-  }
+  for (int i = 0; i < n_runs; i++)
+    if (!fits(table[i], n_rows, window)) return 1;
   const Step step{static_cast<const char*>(query), static_cast<const char*>(key), static_cast<const char*>(value),
                   strides[0], strides[1], strides[2], strides[3], strides[4], strides[5], static_cast<char*>(out),
                   n_tokens, n_kv_heads, group, head_dim};

@@ -25,6 +25,13 @@ struct Run {
   int64_t causal;  // whether some row may come before some entry
 };
 
+// Whether a run can be read by rows of which there are so many.
+inline bool fits(const Run& run, int64_t n_rows, int64_t window) {
+  return 0 <= run.length && run.length < (1 << 30) && 0 <= run.first_row && 0 <= run.n_rows && run.n_rows <= n_rows &&
+         run.first_row <= n_rows - run.n_rows && (run.length == 0 || (run.keys && run.values)) &&
+         (run.length == 0 || run.positions || (!run.causal && window <= 0));
+}
+
 struct Ragged {
   const float* query;  // [rows][padded D]
   const int32_t* row_positions;
@@ -47,7 +54,7 @@ class Partials {
     units.clear();
     int64_t work = 0;
     for (int i = 0; i < n_runs; i++) work += runs[i].length * tiles(runs[i].n_rows);
-    const int64_t share = work / (8 * n_threads) + 1;
+    const int64_t share = work / (12 * n_threads) + 1;
     int slots = 0;
     for (int i = 0; i < n_runs; i++) {
       const int n = static_cast<int>(runs[i].length);
@@ -93,6 +100,9 @@ template <class Number>
 class Bench {
  public:
   static constexpr bool kScales = false;  // queries come scaled
+  struct Setting {
+    Setting() {}
+  };
 
   explicit Bench(int head_dim)
       : dim_(head_dim), width_(padded(head_dim)), weights_(kTile * kChunk), columns_(2 * kLanes * width_),

@@ -19,9 +19,20 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides.
+// A thread's use of tiles.
+class Tiles {
+ public:
+  Tiles() {
+    static const TileShapes shapes;
+    _tile_loadconfig(&shapes);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// Inside of `Tiles`. Tiles 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides.
 class TileBench {
  public:
+  using Setting = Tiles;
   static constexpr bool kScales = true;  // queries come as they are, so that they stay exact in bfloat16
 
   explicit TileBench(int head_dim)
@@ -33,8 +44,6 @@ class TileBench {
   static bool fits(int head_dim) { return head_dim % 64 == 0 && head_dim <= 512; }
 
   void run(const Ragged& call, const Run& run, const Partials::Unit& unit, Partials& to) {
-    static const TileShapes shapes;
-    _tile_loadconfig(&shapes);
     const size_t first = unit.slot;
     std::fill_n(&to.most[first], unit.n_rows, kNothing);
     std::fill_n(&to.total[first], unit.n_rows, 0.0f);
@@ -52,7 +61,6 @@ class TileBench {
         weigh(values, n, n_rows, out);
       }
     }
-    _tile_release();
   }
 
  private:

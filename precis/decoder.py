@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from precis.attention import ragged
 from precis.families import Model, Rotary
-from precis.native import library
+from precis.native import level, library
 from precis.packing import Tables
 
-MAX_TOKENS = 96  # of a step
+_LARGEST_STEP = 48  # tokens from which transformers' products in float32 are faster; measured with AVX-512
+_LARGEST_TILED = 512  # with matrix tiles in bfloat16 no step that a worker makes is
 _KINDS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _COLUMNS = 18
 _NO_MEMORY = 2
@@ -32,7 +33,7 @@ _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("n_layers", "hidden", "n_heads", "n_kv_heads", "head_dim", "inner")),
-        *((name, ctypes.c_int32) for name in ("vocabulary", "bfloat16")),
+        *((name, ctypes.c_int32) for name in ("vocabulary", "n_positions", "bfloat16")),
         *((name, ctypes.c_float) for name in ("epsilon", "scaling", "softcap")),
     )
 
@@ -81,12 +82,18 @@ class Decoder:
         embedding, last = model.decoder.embed_tokens.weight, model.decoder.norm
         inner, hidden = layers[0].mlp.gate_proj.weight.shape
         shape = _Shape(g.n_layers, hidden, g.n_heads, g.n_kv_heads, g.head_dim, inner, embedding.shape[0])
+        shape.n_positions = rotary.n_positions
         shape.bfloat16, shape.scaling = int(model.dtype == torch.bfloat16), g.scaling[0]
         shape.epsilon = last.variance_epsilon
         weights = [*kept, embedding, head.weight]
         if embedding.shape != head.weight.shape or not all(part.is_contiguous() for part in weights):
             return None
         return Decoder(shape, table, embedding, head.weight, last.weight.float().contiguous(), tuple(kept))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a step beyond which transformers is faster."""
+        return _LARGEST_TILED if level() == "amx" and self.shape.bfloat16 else _LARGEST_STEP
 
     def step(self, token_ids: Sequence[int], positions: Tensor, tables: Tables, wanted: Sequence[int]) -> Tensor:
         """One packed forward.
@@ -101,7 +108,7 @@ class Decoder:
             [wanted, vocabulary] float32.
 
         Raises:
-            ValueError: if a token or a run is out of bounds.
+            ValueError: if a token, a position or a run is out of bounds.
         """
         ids, rows = np.array(token_ids, np.int64), np.array(wanted, np.int32)
         logits = torch.empty(len(rows), self.shape.vocabulary)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from precis.attention import ragged
 from precis.attention.torch_ref import Segment, attend
-from precis.core import Entries
-from precis.decoder import MAX_TOKENS
+from precis.core import Entries, Snapshot, SnapshotHeader
 from precis.families import Model
 from precis.packing import plain, tables_of
 from precis.session import Feed, Session
@@ -171,6 +170,15 @@ def _part(entries: Entries, which: slice | Tensor) -> Entries:
     return keys[which], values[which], positions[which], None if bias is None else bias[which]
 
 
+def nothing_read(model: Model) -> Snapshot:
+    """The snapshot of no document, for questions that stand alone."""
+    g = model.geometry
+    entries = torch.empty(0, g.head_dim, dtype=model.dtype, device=model.device)
+    positions = torch.empty(0, dtype=torch.int32, device=model.device)
+    offsets = torch.zeros(g.n_layers * g.n_kv_heads + 1, dtype=torch.int64)
+    return Snapshot(g, SnapshotHeader("", 0, 0, 0, {}), entries, entries, positions, offsets)
+
+
 @torch.inference_mode()
 def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
     """One packed forward.
@@ -191,7 +199,7 @@ def step(model: Model, feeds: Sequence[Feed]) -> list[Tensor]:
         wanted += rows
         sizes.append(len(rows))
     token_ids = [token for feed in feeds for token in feed.token_ids]
-    if model.native is not None and packed.tables is not None and len(token_ids) <= MAX_TOKENS:
+    if model.native is not None and packed.tables is not None and len(token_ids) <= model.native.max_tokens:
         logits: Tensor = model.native.step(token_ids, packed.positions, packed.tables, wanted)
     else:
         logits = model.hf(

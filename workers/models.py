@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from precis.artifacts import Artifact
 from precis.attention.plug import attach
+from precis.decoder import Decoder
+from precis.engine import nothing_read, step
 from precis.errors import InternalError, UnsupportedModel
 from precis.families import Model, Rotary
 from precis.fidelity import full_logits
 from precis.fingerprint import digest
 from precis.full_cache import Document
 from precis.prefill import prefill
+from precis.session import Feed, Session
 from precis.text import Prompter
 from precis.transform import Transform
 from precis.wire.messages import ModelCard
@@ -125,7 +129,23 @@ def serve(name: str, location: str, device: torch.device, dtype: torch.dtype) ->
     card = card_of(name, model, tokenizer)
     weights = model.digest
     model = replace(model, digest=card.digest)  # token ids are part of a fingerprint, so the tokenizer is as well
-    return Served(model, Rotary(model, model.geometry.max_length), Prompter(card), card, weights)
+    rotary = Rotary(model, model.geometry.max_length)
+    model = replace(model, native=native_decoder(model, rotary, probe, expected))
+    return Served(model, rotary, Prompter(card), card, weights)
+
+
+@torch.inference_mode()
+def native_decoder(model: Model, rotary: Rotary, probe: torch.Tensor, expected: torch.Tensor) -> Decoder | None:
+    """The decoder in C++, where there is one and it gives what transformers gives; where it does not, a warning."""
+    decoder = Decoder.of(model, rotary)
+    if decoder is None:
+        return None
+    feed = Feed(Session.on(nothing_read(model)), probe.tolist(), all_logits=True)
+    error = largest_error(step(replace(model, native=decoder), [feed])[0], expected)
+    if error <= tolerated(model.dtype, expected):  # not NaN
+        return decoder
+    structlog.get_logger("models").warning("the C++ decoder disagrees with transformers and is not used", error=error)
+    return None
 
 
 @torch.inference_mode()
@@ -138,10 +158,19 @@ def check_against(model: Model, probe: torch.Tensor, expected: torch.Tensor) -> 
     half = probe.shape[0] // 2
     full = prefill(model, Rotary(model, half), Document(probe[:half], (0, half)), chunk=half // 2)
     found = full_logits(model, full, probe[half:].tolist())
-    limit = (1e-3 if model.dtype == torch.float32 else 0.1) * float(expected.abs().max())
-    error = float((found - expected[half:]).abs().max())
+    error, limit = largest_error(found, expected[half:]), tolerated(model.dtype, expected)
     if not error <= limit:  # also refuses NaN
         raise InternalError(f"precis and transformers disagree on this model: logits differ by {error:.3g}")
+
+
+def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of logits."""
+    return float((found - expected).abs().max())
+
+
+def tolerated(dtype: torch.dtype, expected: torch.Tensor) -> float:
+    """The error of logits that the dtype explains."""
+    return (1e-3 if dtype == torch.float32 else 0.1) * float(expected.abs().max())
 
 
 def card_of(name: str, model: Model, tokenizer: Any) -> ModelCard:

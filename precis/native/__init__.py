@@ -17,11 +17,14 @@ LEVELS = ("amx", "x86-64-v4", "x86-64-v3", "")  # of instructions, best first; "
 @cache
 def library() -> ctypes.CDLL | None:
     """The best compiled file that this machine can run, or None."""
-    for level in levels():
-        path = file_of(level)
-        if path.exists():
-            return opened(path)
-    return None
+    found = level()
+    return None if found is None else opened(file_of(found))
+
+
+@cache
+def level() -> str | None:
+    """The instruction level of that file, or None."""
+    return next((found for found in levels() if file_of(found).exists()), None)
 
 
 def levels() -> tuple[str, ...]:

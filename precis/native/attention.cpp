@@ -210,7 +210,7 @@ void pack(const float* keys, const float* values, int n_keys, int head_dim, int 
 // query [H][n][D], keys and values [K][m][D] (the last n keys belong to the queries), out [H][n][D], best
 // and squares [H][stop - start]; softcap 0, window 0, row_weights, sinks and squares null: without. Returns 0; 1 if an
 // argument is wrong; 2 if there is no memory.
-extern "C" int precis_recording_attention(
+PRECIS_API int precis_recording_attention(
     const float* query, const float* keys, const float* values, float* out, int n_heads, int n_kv_heads, int n_rows,
     int n_keys, int head_dim, float scaling, float softcap, int window, const float* sinks, float* best, int start, int stop,
     int n_first, int n_context, const float* row_weights, float* squares, int n_threads) {

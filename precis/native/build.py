@@ -33,7 +33,7 @@ def build(folder: Path = _FOLDER, compiler: str | None = None) -> list[Path]:
     for level, options in _LEVELS.items() if x86 else [("", [])]:
         target = folder / f"_precis-{platform.machine()}-{level or 'plain'}.so"
         part = target.with_suffix(f".{os.getpid()}.part")
-        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *options]
+        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi", *options]
         command = [*compiler.split(), *flags, *map(str, sorted(folder.glob("*.cpp"))), "-o", str(part)]
         for extra in (["-fopenmp"], []):  # not every compiler comes with it
             done = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)

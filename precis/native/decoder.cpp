@@ -29,7 +29,7 @@ struct Place {
 };
 
 struct Shape {
-  int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, inner, vocabulary, bfloat16;
+  int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, inner, vocabulary, n_positions, bfloat16;
   float epsilon, scaling, softcap;
 };
 
@@ -318,7 +318,7 @@ void decode(const Shape& shape, const Call& call, int n_threads) {
 
 // layers: [L][18] int64; runs: [L][n_runs][8] int64; places: [L][tokens][K][3] int64; logits: [n_wanted][vocabulary].
 // Rows are numbered [K][token][G]. Returns 0; 1 if an argument is wrong; 2 if there is no memory.
-extern "C" int precis_decode(
+PRECIS_API int precis_decode(
     const Shape* shape, const int64_t* layers, const void* embedding, const void* head, const float* last_norm,
     const int64_t* token_ids, const int32_t* positions, int n_tokens, const int64_t* runs, int n_runs,
     const int64_t* places, const int32_t* wanted, int n_wanted, float* logits, int n_threads) {
@@ -328,7 +328,7 @@ extern "C" int precis_decode(
       s.n_heads % s.n_kv_heads || s.head_dim <= 0 || s.head_dim % 2 || s.head_dim > 1024 - kLanes)
     return 1;
   for (int i = 0; i < n_tokens; i++)
-    if (token_ids[i] < 0 || token_ids[i] >= s.vocabulary) return 1;
+    if (token_ids[i] < 0 || token_ids[i] >= s.vocabulary || positions[i] < 0 || positions[i] >= s.n_positions) return 1;
   for (int i = 0; i < n_wanted; i++)
     if (wanted[i] < 0 || wanted[i] >= n_tokens) return 1;
   const auto* layer_table = reinterpret_cast<const Layer*>(layers);

@@ -13,6 +13,10 @@
 #include <omp.h>
 #endif
 
+// What Python calls. All else is hidden: files of several instruction levels may be loaded side by side, and must not
+// share what goes by the same name in both.
+#define PRECIS_API extern "C" __attribute__((visibility("default")))
+
 namespace precis {
 
 // Calls work(thread) on up to n_threads threads at once, this one among them; work throws nothing. With OpenMP these are

@@ -38,7 +38,7 @@ void in_parts(int n, int size, int n_threads, const Part& part) {
 }  // namespace
 
 // Per row of symbols [n][r], the columns up to the last that is not 0, and how many escapes it has.
-extern "C" void precis_scan(const uint8_t* symbols, int n, int r, int32_t* used, int32_t* n_escapes) {
+PRECIS_API void precis_scan(const uint8_t* symbols, int n, int r, int32_t* used, int32_t* n_escapes) {
   for (int row = 0; row < n; row++) {
     const uint8_t* own = symbols + static_cast<size_t>(row) * r;
     used[row] = used_columns(own, r);
@@ -48,7 +48,7 @@ extern "C" void precis_scan(const uint8_t* symbols, int n, int r, int32_t* used,
 
 // The first k levels of the rows order[0..m): out [m][k] bfloat16. Row i's escapes are escapes[firsts[i]] to
 // escapes[firsts[i + 1]]. Returns 0; 1 if an argument is wrong.
-extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const int64_t* firsts, int n, int r,
+PRECIS_API int precis_rows(const uint8_t* symbols, const int32_t* escapes, const int64_t* firsts, int n, int r,
                            const int32_t* order, int m, int k, uint16_t* out, int n_threads) {
   if (n < 0 || m < 0 || k < 0 || k > r || n_threads <= 0) return 1;
   for (int i = 0; i < m; i++)
@@ -75,7 +75,7 @@ extern "C" int precis_rows(const uint8_t* symbols, const int32_t* escapes, const
 // Products [m][n_layers][2][n_kv_heads][dim], times the steps of their tokens, plus the mean: the entry of token i of m and
 // head j = layer * n_kv_heads + head comes from row rows[i] and goes to places[j * n + i], unless that is below 0. Returns
 // as above.
-extern "C" int precis_place(const uint16_t* products, const float* mean, const float* steps, const int32_t* rows, int m,
+PRECIS_API int precis_place(const uint16_t* products, const float* mean, const float* steps, const int32_t* rows, int m,
                             int n, const int32_t* places, int64_t n_entries, int dim, int n_layers, int n_kv_heads,
                             uint16_t* keys, uint16_t* values, int n_threads) {
   if (m < 0 || n < m || dim <= 0 || n_layers <= 0 || n_kv_heads <= 0 || n_threads <= 0) return 1;

@@ -100,7 +100,7 @@ void attend(const Step& step, const Run* runs, int n_runs, const int32_t* positi
 // Strides are in numbers. runs: [n_runs][8] int64, places: [tokens * K][3] int64 or null, where nothing is appended;
 // positions: [tokens]. Entries, query, key, value and out are of one dtype. Rows are numbered [K][token][G]. Returns 0;
 // 1 if an argument is wrong; 2 if there is no memory.
-extern "C" int precis_ragged_attention(
+PRECIS_API int precis_ragged_attention(
     const void* query, const void* key, const void* value, const int64_t* strides, void* out, int bfloat16,
     const int64_t* runs, int n_runs, const int64_t* places, const int32_t* positions, int n_tokens, int n_kv_heads,
     int group, int head_dim, float scaling, float softcap, int window, const float* sinks, int n_threads) {

@@ -15,6 +15,8 @@
 #define PRECIS_GATHERS 1
 #endif
 
+#include "parallel.h"
+
 namespace {
 
 constexpr int kBits = 12, kLanes = 32, kSymbols = 256;
@@ -114,7 +116,7 @@ bool contexts_fit(const uint8_t* contexts, size_t n, int n_contexts) {
 
 // Words are written backwards from the end of `out`. Returns the stream's bytes, which end at out + capacity; -1 if an
 // argument is wrong, -2 if a symbol has no frequency, -3 if there is no room.
-extern "C" int64_t precis_rans_encode(const uint8_t* symbols, const uint8_t* contexts, size_t n,
+PRECIS_API int64_t precis_rans_encode(const uint8_t* symbols, const uint8_t* contexts, size_t n,
                                       const uint16_t* frequencies, int n_contexts, uint8_t* out, size_t capacity) {
   if (n_contexts <= 0 || n_contexts > 256 || !contexts_fit(contexts, n, n_contexts)) return -1;
   if (capacity < kHeader) return -3;
@@ -156,7 +158,7 @@ extern "C" int64_t precis_rans_encode(const uint8_t* symbols, const uint8_t* con
 }
 
 // Returns 0; 1 if an argument is wrong; 2 if there is no memory; 3 if the stream is damaged.
-extern "C" int precis_rans_decode(const uint8_t* stream, size_t n_bytes, const uint8_t* contexts, size_t n,
+PRECIS_API int precis_rans_decode(const uint8_t* stream, size_t n_bytes, const uint8_t* contexts, size_t n,
                                   const uint16_t* frequencies, int n_contexts, uint8_t* symbols) {
   if (n_contexts <= 0 || n_contexts > 256 || !contexts_fit(contexts, n, n_contexts)) return 1;
   if (n_bytes < kHeader) return 3;

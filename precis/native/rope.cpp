@@ -22,7 +22,7 @@ void turn(T* own, int half, const float* cos, const float* sin) {
 
 // keys [n][dim], float32 or, if `narrow`, bfloat16, at positions [n]; cos and sin [n_positions][width], width <= dim.
 // Returns 0; 1 if an argument is wrong.
-extern "C" int precis_rope(void* keys, int narrow, const int32_t* positions, int64_t n, int dim, const float* cos,
+PRECIS_API int precis_rope(void* keys, int narrow, const int32_t* positions, int64_t n, int dim, const float* cos,
                            const float* sin, int64_t n_positions, int width, int n_threads) {
   if (n < 0 || width <= 0 || width % 2 || width > dim || n_threads <= 0) return 1;
   for (int64_t i = 0; i < n; i++)

@@ -82,7 +82,7 @@ constexpr Sum kSums[kMost] = {sum_rows<1>, sum_rows<2>, sum_rows<3>, sum_rows<4>
 // symbols [n][r], steps [n], matrix [n_layers][2][n_kv_heads][n_axes][width] and mean [n_layers][2][n_kv_heads][width],
 // width the head dim rounded up to whole vectors. Row i of head j = layer * n_kv_heads + head is written to keys and values
 // [n_entries][dim] at places[j][i], unless that is below 0. Returns 0; 1 if an argument is wrong; 2 if there is no memory.
-extern "C" int precis_synthesize(const uint8_t* symbols, const int32_t* escapes, int64_t n_escapes, const float* steps,
+PRECIS_API int precis_synthesize(const uint8_t* symbols, const int32_t* escapes, int64_t n_escapes, const float* steps,
                                  int n, int r, const float* matrix, const float* mean, int n_axes, int width, int dim,
                                  int n_layers, int n_kv_heads, const int32_t* places, int64_t n_entries, float* keys,
                                  float* values, int n_threads) {

@@ -169,6 +169,7 @@ class Stack:
             "PRECIS_METRICS_PORT": "0",
             "PRECIS_LEASE_S": "2",
             "PRECIS_THREADS": "1",
+            "PRECIS_DTYPE": "float32",  # so that what is asked twice in different ways is answered alike
         }
         environment = self._environment({**worker, **extra})
         self.processes[name] = Forked(environment, self.server.folder / f"{name}.log")

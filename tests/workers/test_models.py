@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from precis.errors import InternalError, UnsupportedModel
-from precis.families import weight_digest
+from precis.families import Rotary, weight_digest
 from precis.full_cache import Document
+from precis.native import library
 from precis.pipeline import answer, compress
 from precis.sampling import Sampler
 from precis.wire.presets import resolve
@@ -82,6 +83,22 @@ def test_a_model_that_computes_something_else_is_not_served() -> None:
     models.check_against(model, probe, expected)
     with pytest.raises(InternalError, match="disagree"):
         models.check_against(replace(model, geometry=geometry), probe, expected)
+
+
+def test_the_native_decoder_is_used_where_it_computes_the_same_and_only_there() -> None:
+    model, probe = attached(), torch.arange(24) + 3
+    rotary = Rotary(model, 64)
+    model.hf.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model.hf(input_ids=probe[None], use_cache=False).logits[0]
+    model.hf.set_attn_implementation("precis")
+    if library() is None:
+        assert models.native_decoder(model, rotary, probe, expected) is None
+        return
+    assert models.native_decoder(model, rotary, probe, expected) is not None
+    for factor in (2.0, float("nan")):
+        geometry = replace(model.geometry, scaling=tuple(factor * s for s in model.geometry.scaling))
+        assert models.native_decoder(replace(model, geometry=geometry), rotary, probe, expected) is None
 
 
 def test_a_default_that_was_not_unpacked_says_how(tmp_path: Path) -> None:

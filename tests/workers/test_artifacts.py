@@ -103,6 +103,7 @@ def test_calibrating_a_model_lets_its_workers_serve_the_policies_that_need_it(
     monkeypatch.delenv("PRECIS_TEST_SERVER", raising=False)  # of the tests, not a setting
     monkeypatch.setenv("PRECIS_MODEL", str(tiny_folder))
     monkeypatch.setenv("PRECIS_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("PRECIS_DTYPE", "float32")  # as the stack has it
     wanted = {
         "text": "All that is gold does not glitter. " * 8,
         "compression": {"policy": "compresskv", "keep_ratio": 0.5},

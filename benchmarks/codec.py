@@ -145,9 +145,9 @@ def rows_of(
 
     def row(way: str, target: float, packed: Packed, seconds: float, codec: TransformCodec | None) -> dict[str, Any]:
         codecs = CODECS if codec is None else {codec.name: codec}
-        manifest, g = open_manifest(packed.manifest), served.model.geometry
+        manifest = open_manifest(packed.manifest)
         began = time.perf_counter()
-        again = unpack(manifest, packed.blobs, g, served.rotary, served.model.device, served.model.dtype, codecs)
+        again = unpack(manifest, packed.blobs, served.model, served.rotary, codecs)
         spent = {"encode": seconds, "decode": time.perf_counter() - began}
         return judged(way, target, again, packed.n_bytes, spent)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from math import prod
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ def load(model: Model, rotary: Rotary, packed: Packed, fingerprint: str, key: by
     """
     manifest = open_manifest(packed.manifest, key)
     check_manifest(manifest, model.geometry, fingerprint, codecs_of(model))
-    return unpack(manifest, packed.blobs, model.geometry, rotary, model.device, model.dtype, codecs_of(model))
+    return unpack(manifest, packed.blobs, model, rotary, codecs_of(model))
 
 
 def check_manifest(
@@ -66,29 +67,32 @@ def check_manifest(
 def unpack(
     manifest: Manifest,
     blobs: Iterable[bytes],
-    geometry: Geometry,
+    model: Model,
     rotary: Rotary,
-    device: torch.device,
-    dtype: torch.dtype,
     codecs: Mapping[str, Codec] = CODECS,
+    take: Callable[[int], Tensor] | None = None,
 ) -> Snapshot:
     """Decode a snapshot whose manifest was opened and checked.
 
     Args:
         manifest: from `open_manifest`, passed by `check_manifest`.
         blobs: in layer order; may be lazy.
-        geometry: of the model.
+        model: whose device and dtype the entries take.
         rotary: of the model.
-        device: where the entries go.
-        dtype: of the entries: the model's.
         codecs: by name.
+        take: gives so many bytes of memory on that device, or None for new memory.
 
     Raises:
         SnapshotCorrupt: if a blob is missing, damaged or of a wrong length.
     """
     counts = torch.tensor(manifest.counts, dtype=torch.int64).reshape(-1)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, 0)])
-    keys, values = torch.empty(2, int(offsets[-1]), geometry.head_dim, dtype=dtype, device=device)
+    geometry, device, dtype = model.geometry, model.device, model.dtype
+    shape = (2, int(offsets[-1]), geometry.head_dim)
+    if take is None:
+        keys, values = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        keys, values = take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
     positions, biases, at = [], [], 0
     codec = reader_of(manifest, codecs)
     for index, opened in enumerate(_opened(manifest, blobs, codec, device)):

@@ -23,6 +23,7 @@ from precis.transform import Transform
 _NO_MEMORY = 2
 _UNFIT = "coefficients, heads and entries do not fit together"
 _TOKENS, _ROWS = 4096, 1024  # whose products are in memory at once, and of one product
+_FEW_ROWS, _FEW_AXES = 128, 64  # steps in which products differ in size
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -110,13 +111,13 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
     axes, mean, places = transform.products[block], transform.mean_of(block), np.ascontiguousarray(target.places)
     (n, r), n_threads = levels.symbols.shape, torch.get_num_threads()
     firsts = np.concatenate([[0], np.cumsum(levels.n_escapes, dtype=np.int64)])
-    rows = torch.empty(min(n, _ROWS) * r, dtype=torch.bfloat16)
-    products = torch.empty(min(n, _TOKENS), axes.shape[1], dtype=torch.bfloat16)
+    rows = torch.zeros((min(n, _ROWS) + _FEW_ROWS) * r, dtype=torch.bfloat16)
+    products = torch.empty(min(n, _TOKENS) + _FEW_ROWS, axes.shape[1], dtype=torch.bfloat16)
     for first in range(0, n, _TOKENS):
         order = np.argsort(-levels.used[first : first + _TOKENS], kind="stable").astype(np.int32)
         for start in range(0, len(order), _ROWS):
             own = first + order[start : start + _ROWS]
-            k = int(levels.used[own[0]])
+            k = min(r, _rounded(int(levels.used[own[0]]), _FEW_AXES))
             failed = library().precis_rows(  # type: ignore[union-attr]
                 *(_POINTER(part.ctypes.data) for part in (levels.symbols, levels.escapes, firsts)),
                 *map(_INT, (n, r)),
@@ -127,8 +128,8 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
             )
             if failed:
                 raise ValueError(_UNFIT)
-            factor = rows[: len(own) * k].view(len(own), k)
-            torch.mm(factor, axes[:k], out=products[start : start + len(own)])
+            m = _rounded(len(own), _FEW_ROWS)
+            torch.mm(rows[: m * k].view(m, k), axes[:k], out=products[start : start + m])
         back = np.argsort(order).astype(np.int32)
         failed = library().precis_place(  # type: ignore[union-attr]
             *(_POINTER(part.data_ptr()) for part in (products, mean)),
@@ -143,6 +144,11 @@ def _by_products(transform: Transform, block: int, levels: Levels, target: Targe
         )
         if failed:
             raise ValueError(_UNFIT)
+
+
+def _rounded(n: int, step: int) -> int:
+    """Up: libraries compile a product of another size when they first see it, which takes longer than the product."""
+    return -(-n // step) * step
 
 
 def _check(transform: Transform, levels: Levels, target: Target) -> None:

@@ -27,9 +27,11 @@ from workers.cache import SnapshotCache
 from workers.compress import Compressor
 from workers.jobs import Heart, Queue
 from workers.loop import Worker
+from workers.memory import Arena, keep_freed
 from workers.records import Records
 from workers.settings import Settings, load
 from workers.snapshots import SnapshotStore
+from workers.warm import warm
 
 
 def connect(url: str) -> redis.Redis:
@@ -52,13 +54,15 @@ def build(settings: Settings, served: models.Served) -> Worker:
     records = Records(client)
     store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes)
     seal_key = settings.seal_key.encode()
+    on_cpu = served.model.device.type == "cpu" and settings.hot_bytes > 0
+    arena = Arena(settings.hot_bytes) if on_cpu else None
     return Worker(
         served=served,
         client=client,
         queue=Queue(client, worker_id, served.card.name, settings.role, settings.lease_s),
         heart=Heart(connect(settings.queue_url), worker_id, settings.lease_s),
         records=records,
-        cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes),
+        cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes, arena),
         compressor=Compressor(served, client, records, store, seal_key),
         described=WorkerRecord(
             id=worker_id,
@@ -84,6 +88,8 @@ def main() -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = models.pick_device(settings.device)
+    if device.type == "cpu":
+        keep_freed()
     dtype = models.pick_dtype(settings.dtype, device)
     try:
         location = models.locate(settings.model, settings.data_dir.expanduser())
@@ -97,6 +103,7 @@ def main() -> int:
         found = artifacts.find(client, data_dir, served.weights, served.model.geometry, kind)
         served = served.with_artifact(found)
     worker = build(settings, served)
+    warm(served, worker.cache)
 
     def stop(_signal: int, _frame: object) -> None:
         worker.stopping = True

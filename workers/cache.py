@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
+from torch import Tensor
 
+from precis.codecs import Codec
 from precis.container import codecs_of
 from precis.core import Snapshot
 from precis.errors import SnapshotError
@@ -15,6 +18,7 @@ from precis.manifest import open_manifest
 from precis.reader import check_manifest, unpack
 from precis.wire.messages import ContextRecord
 from workers import metrics
+from workers.memory import Arena
 from workers.models import Served
 from workers.records import Records
 from workers.snapshots import SnapshotStore
@@ -22,19 +26,35 @@ from workers.snapshots import SnapshotStore
 
 @dataclass(slots=True)
 class SnapshotCache:
-    """Snapshots on the device, least recently used out first; a snapshot in use lives on in its sessions."""
+    """Snapshots on the device, least recently used out first; a snapshot in use lives on in its sessions.
+
+    Attributes:
+        limit_bytes: of snapshots that are held.
+        arena: memory for what is loaded, or None for new memory every time.
+    """
 
     served: Served
     records: Records
     store: SnapshotStore
     seal_key: bytes
     limit_bytes: int
+    arena: Arena | None = None
     _hot: OrderedDict[str, Snapshot] = field(default_factory=OrderedDict)
 
     @property
     def hot_ids(self) -> list[str]:
         """Contexts whose snapshots are on the device."""
         return list(self._hot)
+
+    @property
+    def codecs(self) -> Mapping[str, Codec]:
+        """What snapshots are read with."""
+        return codecs_of(self.served.model)
+
+    @property
+    def take(self) -> Callable[[int], Tensor] | None:
+        """Where memory for a snapshot comes from."""
+        return None if self.arena is None else self.arena.take
 
     def find(self, record: ContextRecord) -> tuple[Snapshot, str]:
         """The snapshot and its origin, "memory" or "store".
@@ -87,7 +107,6 @@ class SnapshotCache:
     def _load(self, record: ContextRecord, fingerprint: str) -> Snapshot:
         model = self.served.model
         manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
-        codecs = codecs_of(model)
-        check_manifest(manifest, model.geometry, fingerprint, codecs)
+        check_manifest(manifest, model.geometry, fingerprint, self.codecs)
         blobs = self.store.blobs(record.id, manifest.blob_bytes)
-        return unpack(manifest, blobs, model.geometry, self.served.rotary, model.device, model.dtype, codecs)
+        return unpack(manifest, blobs, model, self.served.rotary, self.codecs, self.take)

@@ -162,7 +162,7 @@ def test_wrong_counts_with_valid_checksums_are_refused_or_harmless(
     counts = [[int(torch.randint(0, N_CONTEXT, (1,), generator=generator)) for _ in row] for row in manifest.counts]
     wrong: Manifest = msgspec.structs.replace(manifest, counts=counts)
     with pytest.raises(SnapshotCorrupt):
-        unpack(wrong, packed.blobs, model.geometry, rotary, model.device, model.dtype)
+        unpack(wrong, packed.blobs, model, rotary)
 
 
 def test_a_snapshot_of_another_model_is_refused(packed: Packed) -> None:

@@ -136,7 +136,7 @@ def test_a_stored_bias_comes_back_and_is_counted(model: Model, full: Prefill) ->
         assert sum(map(sum, head_bytes(snapshot, codec, packed.blobs))) <= packed.n_bytes
         manifest = open_manifest(packed.manifest)
         check_manifest(manifest, model.geometry, "f")
-        again = unpack(manifest, packed.blobs, model.geometry, rotary, model.device, model.dtype)
+        again = unpack(manifest, packed.blobs, model, rotary)
         torch.testing.assert_close(again.bias, snapshot.bias, atol=2e-3, rtol=1e-3)
     query = tokens(5, 7).tolist()
     with_bias = step(model, [Feed(Session.on(snapshot), query)])[0]

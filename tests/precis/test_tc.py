@@ -46,7 +46,7 @@ def reloaded(packed: Packed, codec: Codec, model: Model, rotary: Rotary) -> Snap
     codecs = {**CODECS, codec.name: codec}
     manifest = open_manifest(packed.manifest, KEY)
     check_manifest(manifest, model.geometry, manifest.fingerprint, codecs)
-    return unpack(manifest, packed.blobs, model.geometry, rotary, model.device, model.dtype, codecs)
+    return unpack(manifest, packed.blobs, model, rotary, codecs)
 
 
 def error(one: Snapshot, other: Snapshot) -> float:

@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := precis service workers tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality bench-codec lock clean
+.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality bench-codec bench-latency bench-throughput lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -68,6 +68,12 @@ bench-codec: setup-test  ## measure codecs at equal bytes, e.g. make bench-codec
 
 bench: setup-test  ## measure latency and memory against the plain alternative
 	$(BIN)/python -m benchmarks.latency $(ARGS)
+
+bench-latency: setup-test  ## first tokens over stored documents, e.g. make bench-latency ARGS="--document F --llama D --out F"
+	$(BIN)/python -m benchmarks.serving latency $(ARGS)
+
+bench-throughput: setup-test  ## many streams at once, e.g. make bench-throughput ARGS="--document F --llama D --out F"
+	$(BIN)/python -m benchmarks.serving throughput $(ARGS)
 
 lock:  ## resolve the pinned packages anew (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --all-extras pyproject.toml -o requirements-test.lock

@@ -51,7 +51,7 @@ def weights(programs: Path, gguf: Path, kind: str) -> Path:
     made = programs.parent / f"{gguf.stem}-{kind}.gguf"
     if not made.exists():
         command = [programs / "llama-quantize", "--allow-requantize", gguf, made, kind]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
     return made
 
 

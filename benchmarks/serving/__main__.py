@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,9 @@ def main() -> None:
     if arguments.command == "report":
         print(report([json.loads(line) for file in arguments.files for line in file.read_text().splitlines()]))
         return
-    with arguments.out.open("a") as out, tempfile.TemporaryDirectory() as folder:
-        for row in (latency if arguments.command == "latency" else throughput)(arguments, Path(folder)):
+    measure = latency if arguments.command == "latency" else throughput
+    with arguments.out.open("a") as out, tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        for row in measure(arguments, Path(folder), running):
             out.write(json.dumps({**row, **rig()}) + "\n")
             out.flush()
             print(row, flush=True)
@@ -85,12 +87,13 @@ class Cut:
         self.prompt = self.context + self.question
 
 
-def latency(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def latency(arguments: argparse.Namespace, folder: Path, running: ExitStack) -> Iterator[dict[str, Any]]:
     """First tokens after a stored document, and decoding of one stream."""
-    served, cuts, peers = _prepared(arguments, folder, slots=1)
+    served, cuts, peers = _prepared(arguments, folder, running, slots=1)
     plain = Plain(located(""), served.model.dtype)
     whole = {n: everything(served, cut) for n, cut in cuts.items()}
     service = Service(folder / "precis", {"PRECIS_THREADS": "0"})
+    running.callback(service.stop)
     stored = {n: service.put(cut.text, {"codec": {"name": "tc", "ratio": 16}}) for n, cut in cuts.items()}
     files = {(name, n): peer.read(cut.context, str(n)) for name, peer in peers.items() for n, cut in cuts.items()}
     for _ in range(arguments.repeats):
@@ -105,14 +108,14 @@ def latency(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
             for way in ("precis cold", "precis warm"):
                 yield told(way, n, partial(service.ask, known, QUESTION, _DECODED), n_bytes)
             yield told("precis engine", n, partial(engine, served, whole[n], cut.question), 0)
-    _end(service, peers)
 
 
-def throughput(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def throughput(arguments: argparse.Namespace, folder: Path, running: ExitStack) -> Iterator[dict[str, Any]]:
     """Tokens per second of many streams on one document and on as many, and what it takes in memory."""
     streams = [int(found) for found in arguments.streams.split(",")]
-    _, cuts, peers = _prepared(arguments, folder, slots=max(streams))
+    _, cuts, peers = _prepared(arguments, folder, running, slots=max(streams))
     service = Service(folder / "precis", {"PRECIS_THREADS": "0", "PRECIS_SLOTS": str(max(streams))})
+    running.callback(service.stop)
     for n, cut in cuts.items():
         for peer in peers.values():
             peer.read(cut.context, str(n))
@@ -128,7 +131,6 @@ def throughput(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str
                 for way, ids in (("precis, one document", known[:1] * count), ("precis, as many", known[:count])):
                     made = _together([partial(service.ask, known_id, QUESTION, _DECODED) for known_id in ids])
                     yield {**_rate(way, n, count, made), "bytes": service.resident_bytes}
-    _end(service, peers)
 
 
 def _restored(peer: Peer, name: str, prompt: list[int]) -> Asked:
@@ -153,7 +155,7 @@ def engine(served: Served, snapshot: Snapshot, question: list[int]) -> Asked:
 
 
 def _prepared(
-    arguments: argparse.Namespace, folder: Path, slots: int
+    arguments: argparse.Namespace, folder: Path, running: ExitStack, slots: int
 ) -> tuple[Served, dict[int, Cut], dict[str, Peer]]:
     device = pick_device("cpu")
     served = serve("benchmark", located(""), device, pick_dtype("auto", device))
@@ -162,17 +164,12 @@ def _prepared(
     peers = {}
     if arguments.llama:
         programs = built(arguments.llama)
-        for index, kind in enumerate(("BF16", "Q8_0")):
+        for kind in ("BF16", "Q8_0"):
             model = weights(programs, gguf_of_default(), kind)
-            options = {"slots": slots, "context": 8192, "threads": torch.get_num_threads(), "port": 18791 + index}
-            peers[f"llama.cpp {kind}"] = Peer(programs, model, folder / kind, **options)
+            options = {"slots": slots, "context": 8192, "threads": torch.get_num_threads()}
+            peer = peers[f"llama.cpp {kind}"] = Peer(programs, model, folder / kind, **options)
+            running.callback(peer.stop)
     return served, cuts, peers
-
-
-def _end(service: Service, peers: dict[str, Peer]) -> None:
-    service.stop()
-    for peer in peers.values():
-        peer.stop()
 
 
 def told(system: str, n_tokens: int, ask: Callable[[], Asked], n_bytes: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import tarfile
@@ -55,26 +56,36 @@ def weights(programs: Path, gguf: Path, kind: str) -> Path:
     return made
 
 
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 class Peer:
     """One running server, with its slots' files in a folder."""
 
-    def __init__(
-        self, programs: Path, model: Path, folder: Path, *, slots: int, context: int, threads: int, port: int
-    ) -> None:
+    def __init__(self, programs: Path, model: Path, folder: Path, *, slots: int, context: int, threads: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._port = port
+        self._port = _free_port()
         options = f"-fa on -ctk f16 -ctv f16 -cram 0 -ctxcp 0 --no-warmup -ngl 0 -no-kvu -t {threads} -tb {threads}"
         place = ["--host", "127.0.0.1", "--port", str(self._port), "--slot-save-path", f"{folder}/"]
         size = ["-c", str(context * slots), "-np", str(slots)]
-        command = [str(programs / "llama-server"), "-m", str(model), *size, *place, *options.split()]
-        self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._command = [str(programs / "llama-server"), "-m", str(model), *size, *place, *options.split()]
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=600)
         self._folder = folder
-        while not self._ready():
-            if self.process.poll() is not None:
-                raise RuntimeError((folder / "log").read_text()[-2000:])
+        self.repacked = self._starts()
+        if not self.repacked and not self._starts("--no-repack"):  # this version dies repacking Q8_0 for AMX
+            raise RuntimeError((folder / "log").read_text()[-2000:])
+
+    def _starts(self, *options: str) -> bool:
+        with (self._folder / "log").open("w") as log:
+            self.process = subprocess.Popen([*self._command, *options], stdout=log, stderr=log)
+        while self.process.poll() is None:
+            if self._ready():
+                return True
             time.sleep(0.05)
+        return False
 
     def _ready(self) -> bool:
         try:
@@ -114,4 +125,3 @@ class Peer:
         """End the process."""
         self.process.terminate()
         self.process.wait()
-        self._log.close()

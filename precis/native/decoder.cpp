@@ -12,7 +12,7 @@
 
 #include "linear.h"
 #include "ragged.h"
-#include "tiles.h"
+#include "few.h"
 
 namespace {
 
@@ -121,7 +121,8 @@ class Decoding {
       add_inner(w, taken[6], *own_[thread], n);
       meet(n);
     }
-    read_out(taken_[s_.n_layers * kPhases], *own_[thread], n);  }
+    read_out(taken_[s_.n_layers * kPhases], *own_[thread], n);
+  }
 
  private:
   static constexpr int kPhases = 7;
@@ -340,7 +341,7 @@ PRECIS_API int precis_decode(
                   reinterpret_cast<const Place*>(places), wanted, n_wanted, logits};
   try {
 #if defined(__AMX_BF16__)
-    if (s.bfloat16 && TileBench::fits(s.head_dim)) return decode<Bf16, TileBench>(s, call, n_threads), 0;
+    if (s.bfloat16 && AnyBench::fits(s.head_dim)) return decode<Bf16, AnyBench>(s, call, n_threads), 0;
 #endif
     if (s.bfloat16) {
       decode<Bf16, Bench<Bf16>>(s, call, n_threads);

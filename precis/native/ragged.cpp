@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "ragged.h"
-#include "tiles.h"
+#include "few.h"
 
 namespace {
 
@@ -89,8 +89,8 @@ template <class Number>
 void attend(const Step& step, const Run* runs, int n_runs, const int32_t* positions, const Ragged& call,
             const float* sinks, int n_threads) {
 #if defined(__AMX_BF16__)
-  if (std::is_same<Number, Bf16>::value && TileBench::fits(step.head_dim))
-    return attend_with<Number, TileBench>(step, runs, n_runs, positions, call, sinks, n_threads);
+  if (std::is_same<Number, Bf16>::value && AnyBench::fits(step.head_dim))
+    return attend_with<Number, AnyBench>(step, runs, n_runs, positions, call, sinks, n_threads);
 #endif
   attend_with<Number, Bench<Number>>(step, runs, n_runs, positions, call, sinks, n_threads);
 }

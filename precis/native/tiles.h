@@ -22,26 +22,66 @@ struct alignas(64) TileShapes {
 // A thread's use of tiles.
 class Tiles {
  public:
-  Tiles() {
+  Tiles() { shape(); }
+  ~Tiles() { _tile_release(); }
+
+  static void shape() {
     static const TileShapes shapes;
     _tile_loadconfig(&shapes);
   }
-  ~Tiles() { _tile_release(); }
 };
+
+// 2^x for x <= 0, relative error below 5e-6; 0 for minus infinity.
+inline Vec power_of_two(Vec x) {
+  const __m512 bounded = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
+  const __m512 whole = _mm512_roundscale_ps(bounded, 0);
+  const Vec f = (Vec)_mm512_sub_ps(bounded, whole);
+  Vec p = all(9.618129e-3f);
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return (Vec)_mm512_scalef_ps((__m512)p, whole);
+}
+
+// Has an entry fetched that will be needed, which may lie behind the last.
+inline void fetch(const Bf16* entry, int dim) {
+  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + d, 0, 2);
+}
+
+// Values of two keys side by side: [n / 2][D][2], in thirty-twos whose dims lie as `add_pairs` undoes; zeros from n up to
+// a multiple of 32. Has those of the next chunk fetched.
+inline void pair_values(const Bf16* values, int n, int dim, int chunk, float* pairs) {
+  Bf16* to = reinterpret_cast<Bf16*>(pairs);
+  for (int j = 0; j < (n + 31) / 32 * 32; j += 2)
+    for (int d = 0; d < dim; d += 32) {
+      const Bf16* from = values + static_cast<size_t>(j) * dim + d;
+      __builtin_prefetch(from + static_cast<size_t>(chunk) * dim, 0, 2);
+      __builtin_prefetch(from + static_cast<size_t>(chunk + 1) * dim, 0, 2);
+      const __m512i a = j < n ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
+      const __m512i b = j + 1 < n ? _mm512_loadu_si512(from + dim) : _mm512_setzero_si512();
+      _mm512_store_si512(to + (static_cast<size_t>(j) * dim + 2 * d), _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(to + (static_cast<size_t>(j) * dim + 2 * d) + 32, _mm512_unpackhi_epi16(a, b));
+    }
+}
+
+// Adds sums of thirty-two dims, [n_rows][16] each, to rows of out.
+inline void add_pairs(const float* first, const float* second, int n_rows, int dim, float* out) {
+  const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int r = 0; r < n_rows; r++, out += dim) {
+    const __m512 a = _mm512_load_ps(first + r * 16), b = _mm512_load_ps(second + r * 16);
+    store(out, load(out) + (Vec)_mm512_permutex2var_ps(a, low, b));
+    store(out + 16, load(out + 16) + (Vec)_mm512_permutex2var_ps(a, high, b));
+  }
+}
 
 // Inside of `Tiles`. Tiles 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides.
 class TileBench {
  public:
-  using Setting = Tiles;
-  static constexpr bool kScales = true;  // queries come as they are, so that they stay exact in bfloat16
-
   explicit TileBench(int head_dim)
       : dim_(head_dim), query_(16 * head_dim / 2), weights_(kChunk * 16), last_(16 * head_dim / 2),
         pairs_(kChunk * head_dim / 2), left_(16 * kChunk / 2) {}
-
-  int head_dim() const { return dim_; }
-
-  static bool fits(int head_dim) { return head_dim % 64 == 0 && head_dim <= 512; }
 
   void run(const Ragged& call, const Run& run, const Partials::Unit& unit, Partials& to) {
     const size_t first = unit.slot;
@@ -51,14 +91,14 @@ class TileBench {
     for (int start = unit.first; start < unit.stop; start += kChunk) {
       const int n = std::min(kChunk, unit.stop - start);
       const Bf16* values = reinterpret_cast<const Bf16*>(run.values) + static_cast<size_t>(start) * dim_;
-      pair(values, n);
+      pair_values(values, n, dim_, kChunk, pairs_.get());
       for (int row = 0; row < unit.n_rows; row += 16) {
         const int n_rows = std::min(16, unit.n_rows - row);
         if (row > 0 || unit.n_rows > 16 || start == unit.first) turn(call, unit.first_row + row, n_rows);
         multiply(reinterpret_cast<const Bf16*>(run.keys) + static_cast<size_t>(start) * dim_, n);
         float* out = &to.values[(first + row) * dim_];
         soften(call, run, start, n, unit.first_row + row, n_rows, &to.most[first + row], &to.total[first + row], out);
-        weigh(values, n, n_rows, out);
+        weigh(n, n_rows, out);
       }
     }
   }
@@ -80,11 +120,6 @@ class TileBench {
       transpose(square);
       std::memcpy(query_.get() + d * 16, square, sizeof square);
     }
-  }
-
-  // Has an entry of the next chunk fetched, which may lie behind the last.
-  void ahead(const Bf16* entry) const {
-    for (int d = 0; d < dim_; d += 32) __builtin_prefetch(entry + d, 0, 2);
   }
 
   // Logits of sixteen rows: [n][16].
@@ -160,7 +195,7 @@ class TileBench {
     for (int j = 0; j < end; j += kChains)
 #pragma GCC unroll 8
       for (int i = 0; i < kChains; i++) {
-        ahead(keys + (j + i) * dim_);
+        fetch(keys + (j + i) * dim_, dim_);
         const Vec weight = power_of_two(load(&weights_[(j + i) * 16]) * scale - top);
         sums[i] += weight;
         store(&weights_[(j + i) * 16], weight);
@@ -190,51 +225,12 @@ class TileBench {
     }
   }
 
-  // 2^x for x <= 0, relative error below 5e-6; 0 for minus infinity.
-  static Vec power_of_two(Vec x) {
-    const __m512 bounded = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
-    const __m512 whole = _mm512_roundscale_ps(bounded, 0);
-    const Vec f = (Vec)_mm512_sub_ps(bounded, whole);
-    Vec p = all(9.618129e-3f);
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    return (Vec)_mm512_scalef_ps((__m512)p, whole);
-  }
-
-  // Values of two keys side by side: [chunk / 2][D][2], in thirty-twos whose dims lie as `put` undoes.
-  void pair(const Bf16* values, int n) {
-    Bf16* to = reinterpret_cast<Bf16*>(pairs_.get());
-    for (int j = 0; j < (n + 31) / 32 * 32; j += 2)
-      for (int d = 0; d < dim_; d += 32) {
-        const Bf16* from = values + static_cast<size_t>(j) * dim_ + d;
-        const __m512i a = j < n ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
-        const __m512i b = j + 1 < n ? _mm512_loadu_si512(from + dim_) : _mm512_setzero_si512();
-        _mm512_store_si512(to + (static_cast<size_t>(j) * dim_ + 2 * d), _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(to + (static_cast<size_t>(j) * dim_ + 2 * d) + 32, _mm512_unpackhi_epi16(a, b));
-      }
-  }
-
-  // Adds sums of thirty-two dims to rows of out.
-  void put(const float* first, const float* second, int n_rows, float* out) const {
-    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (int r = 0; r < n_rows; r++, out += dim_) {
-      const __m512 a = _mm512_load_ps(first + r * 16), b = _mm512_load_ps(second + r * 16);
-      store(out, load(out) + (Vec)_mm512_permutex2var_ps(a, low, b));
-      store(out + 16, load(out + 16) + (Vec)_mm512_permutex2var_ps(a, high, b));
-    }
-  }
-
   // Sixteen rows of weights times the values, added to out.
-  void weigh(const Bf16* values, int n, int n_rows, float* out) {
+  void weigh(int n, int n_rows, float* out) {
     const int groups = (n + 31) / 32;
     for (int group = 0; group < groups; group++) {
       VecWord square[16];
       for (int i = 0; i < 16; i++) {
-        ahead(values + (kChunk + group * 32 + 2 * i) * dim_);
-        ahead(values + (kChunk + group * 32 + 2 * i + 1) * dim_);
         VecWord even, odd;
         std::memcpy(&even, &weights_[(group * 32 + 2 * i) * 16], sizeof even);
         std::memcpy(&odd, &weights_[(group * 32 + 2 * i + 1) * 16], sizeof odd);
@@ -266,8 +262,8 @@ class TileBench {
       _tile_stored(1, sums[1], 64);
       _tile_stored(2, sums[2], 64);
       _tile_stored(3, sums[3], 64);
-      put(sums[0], sums[1], n_rows, out + d);
-      put(sums[2], sums[3], n_rows, out + d + 32);
+      add_pairs(sums[0], sums[1], n_rows, dim_, out + d);
+      add_pairs(sums[2], sums[3], n_rows, dim_, out + d + 32);
     }
   }
 

@@ -50,9 +50,10 @@ def create_app(settings: Settings) -> FastAPI:
         )
         app.state.precis = state
         await state.follower.start()
-        sweeper = asyncio.create_task(state.records.sweep_forever())
+        forever = [asyncio.create_task(task) for task in (state.records.sweep_forever(), state.fleet.prepare_forever())]
         yield
-        sweeper.cancel()
+        for task in forever:
+            task.cancel()
         await state.follower.stop()
         await stores.close()
 

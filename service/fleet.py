@@ -6,13 +6,16 @@ import asyncio
 import time
 from typing import Any
 
-from precis.errors import ModelNotFound, NoWorker
+import structlog
+from redis.exceptions import RedisError
+
+from precis.errors import ModelNotFound, NoWorker, PrecisError
 from precis.text import Prompter
 from precis.wire import keys
 from precis.wire.codec import decode
-from precis.wire.messages import ModelCard, WorkerRecord
+from precis.wire.messages import Message, ModelCard, WorkerRecord
 
-_FRESH_S = 0.5
+_FRESH_S, _PREPARE_S = 0.5, 2.0
 
 
 class Fleet:
@@ -22,6 +25,7 @@ class Fleet:
         self._redis, self._grace_s = client, grace_s
         self._cards: dict[str, tuple[bytes, ModelCard]] = {}
         self._prompters: dict[str, Prompter] = {}
+        self._used: list[Prompter] = []
         self._workers: list[WorkerRecord] = []
         self._looked_at = float("-inf")
 
@@ -80,3 +84,26 @@ class Fleet:
         if card.tokenizer_digest not in self._prompters:
             self._prompters[card.tokenizer_digest] = await asyncio.to_thread(Prompter, card)
         return self._prompters[card.tokenizer_digest]
+
+    async def prepare(self) -> None:
+        """Load what the tokenizers of all served models need, so that no first request waits for it."""
+        for name in await self.models():
+            prompter = await self.prompter(await self.card(name))
+            if prompter not in self._used:
+                await asyncio.to_thread(_use, prompter)
+                self._used.append(prompter)
+
+    async def prepare_forever(self) -> None:
+        """Look for new models every other second."""
+        while True:
+            try:
+                await self.prepare()
+            except (RedisError, PrecisError) as error:
+                structlog.get_logger("fleet").warning("prepare_failed", error=type(error).__name__)
+            await asyncio.sleep(_PREPARE_S)
+
+
+def _use(prompter: Prompter) -> None:
+    """Templates are compiled when they are first used."""
+    part = prompter.context_part([Message("user", "A document.")])
+    prompter.query_part(part.roles, [Message("user", "A question?")])

@@ -61,6 +61,7 @@ def main() -> None:
         runner.add_argument("--streams", default="1,4,8,16")
         runner.add_argument("--repeats", type=int, default=_REPEATS)
         runner.add_argument("--llama", type=Path, help="where llama.cpp is built, or was")
+        runner.add_argument("--weights", default="BF16,Q8_0", help="of llama.cpp")
         runner.add_argument("--out", type=Path, required=True)
     reporter = commands.add_parser("report")
     reporter.add_argument("files", type=Path, nargs="+")
@@ -164,7 +165,7 @@ def _prepared(
     peers = {}
     if arguments.llama:
         programs = built(arguments.llama)
-        for kind in ("BF16", "Q8_0"):
+        for kind in arguments.weights.split(","):
             model = weights(programs, gguf_of_default(), kind)
             options = {"slots": slots, "context": 8192, "threads": torch.get_num_threads()}
             peer = peers[f"llama.cpp {kind}"] = Peer(programs, model, folder / kind, **options)

@@ -16,7 +16,12 @@ from tests.stack import Stack
 def test_tokenizers_are_ready_before_the_first_request(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Prompter] = []
     whole = fleet._use
-    monkeypatch.setattr(fleet, "_use", lambda prompter: (used.append(prompter), whole(prompter)))
+
+    def noted(prompter: Prompter) -> None:
+        used.append(prompter)
+        whole(prompter)
+
+    monkeypatch.setattr(fleet, "_use", noted)
 
     async def run() -> None:
         client = Redis.from_url(stack.server.url)

@@ -27,7 +27,7 @@ def keep_freed() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return
-    for option, value in ((_ARENAS, 1), (_MAPPED_FROM, _LARGEST), (_TRIMMED_FROM, 1 << 30)):
+    for option, value in ((_ARENAS, 1), (_MAPPED_FROM, _LARGEST), (_TRIMMED_FROM, 1 << 28)):
         mallopt(option, value)
     held = [np.zeros(_LARGEST - _ALIGN, np.uint8) for _ in range(_READY)]
     for part in held:

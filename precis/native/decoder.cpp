@@ -92,8 +92,9 @@ class Decoding {
         all_heads_((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim), state_(size(shape.hidden)),
         heads_(size(all_heads_)), query_(static_cast<size_t>(n_rows_) * width_),
         attended_(size(shape.n_heads * shape.head_dim)), inner_(size(shape.inner)), row_positions_(n_rows_ + kLanes),
-        taken_(new std::atomic<int>[shape.n_layers * kPhases + 2]), workers_(places_to_work<Worker>(n_threads, shape.head_dim)) {
-    for (int i = 0; i < shape.n_layers * kPhases + 2; i++) taken_[i] = 0;
+        n_threads_(n_threads), taken_(new std::atomic<int>[(shape.n_layers * kPhases + 1) * n_threads]),
+        workers_(places_to_work<Worker>(n_threads, shape.head_dim)) {
+    for (int i = 0; i < (shape.n_layers * kPhases + 1) * n_threads; i++) taken_[i] = 0;
     const int widest = std::max({shape.hidden, shape.inner, shape.n_heads * shape.head_dim});
     for (int i = 0; i < n_threads; i++) own_.emplace_back(new Own(call.n_tokens, shape.hidden, widest));
     for (int row = 0; row < n_rows_; row++) row_positions_[row] = c_.positions[row % per_head_ / group_];
@@ -104,24 +105,24 @@ class Decoding {
     if (thread == 0) embed();
     meet(n);
     for (int layer = 0; layer < s_.n_layers; layer++) {
-      std::atomic<int>* taken = &taken_[layer * kPhases];
+      std::atomic<int>* taken = &taken_[layer * kPhases * n_threads_];
       const Layer& w = c_.layers[layer];
-      project(w, taken[0], *own_[thread], n);
+      project(w, taken, thread, n);
       meet(n);
-      turn(w, layer, taken[1]);
+      turn(w, layer, taken[n_threads_]);
       meet(n);
-      attend(w, layer, taken[2], thread);
+      attend(w, layer, taken[2 * n_threads_], thread);
       meet(n);
-      merge(taken[3]);
+      merge(taken[3 * n_threads_]);
       meet(n);
-      add_attended(w, taken[4], *own_[thread], n);
+      add_attended(w, taken + 4 * n_threads_, thread, n);
       meet(n);
-      widen(w, taken[5], *own_[thread], n);
+      widen(w, taken + 5 * n_threads_, thread, n);
       meet(n);
-      add_inner(w, taken[6], *own_[thread], n);
+      add_inner(w, taken + 6 * n_threads_, thread, n);
       meet(n);
     }
-    read_out(taken_[s_.n_layers * kPhases], *own_[thread], n);
+    read_out(&taken_[s_.n_layers * kPhases * n_threads_], thread, n);
   }
 
  private:
@@ -143,12 +144,16 @@ class Decoding {
 
   static const Number* numbers(int64_t address) { return reinterpret_cast<const Number*>(address); }
 
-  // Strips of a matrix with so many rows, a few at a time.
+  // Strips of a matrix with so many rows: each thread its own part from front to back, as memory likes it, and then what
+  // is left of the others'.
   template <class Each>
-  static void strips(int n_rows, std::atomic<int>& taken, int n_threads, const Each& each) {
-    const int n = (n_rows + kStrip - 1) / kStrip, grain = std::max(1, n / (8 * n_threads));
-    for (int first; (first = taken.fetch_add(grain)) < n;)
-      for (int i = first; i < std::min(n, first + grain); i++) each(i * kStrip, std::min(kStrip, n_rows - i * kStrip));
+  static void strips(int n_rows, std::atomic<int>* taken, int thread, int n_threads, const Each& each) {
+    const int n = (n_rows + kStrip - 1) / kStrip;
+    for (int i = 0; i < n_threads; i++) {
+      const int whose = (thread + i) % n_threads;
+      const int first = n * whose / n_threads, stop = n * (whose + 1) / n_threads;
+      for (int at; (at = first + taken[whose]++) < stop;) each(at * kStrip, std::min(kStrip, n_rows - at * kStrip));
+    }
   }
 
   void embed() {
@@ -168,11 +173,12 @@ class Decoding {
   }
 
   // Queries, keys and values, side by side.
-  void project(const Layer& w, std::atomic<int>& taken, Own& own, int n) {
+  void project(const Layer& w, std::atomic<int>* taken, int thread, int n) {
+    Own& own = *own_[thread];
     take_normed(w.input_norm, own);
     const int of_query = s_.n_heads * s_.head_dim, of_key = s_.n_kv_heads * s_.head_dim;
     const int n_query = (of_query + kStrip - 1) / kStrip, n_key = (of_key + kStrip - 1) / kStrip;
-    strips((n_query + 2 * n_key) * kStrip, taken, n, [&](int at, int) {
+    strips((n_query + 2 * n_key) * kStrip, taken, thread, n, [&](int at, int) {
       int strip = at / kStrip, rows = of_query, before = 0;
       int64_t weight = w.query, bias = w.query_bias;
       if (strip >= n_query) {
@@ -237,7 +243,8 @@ class Decoding {
   }
 
   void attend(const Layer& w, int layer, std::atomic<int>& taken, int thread) {
-    const Ragged call{query_.get(), row_positions_.data(), n_rows_, s_.head_dim, s_.softcap, static_cast<int>(w.window), s_.scaling};
+    const int window = static_cast<int>(w.window);
+    const Ragged call{query_.get(), row_positions_.data(), n_rows_, s_.head_dim, s_.softcap, window, s_.scaling};
     const Run* runs = c_.runs + static_cast<size_t>(layer) * c_.n_runs;
     const int n = static_cast<int>(partials_.units.size());
     for (int i; (i = taken++) < n;) workers_[thread].run(call, runs[partials_.units[i].run], partials_.units[i], partials_);
@@ -248,23 +255,24 @@ class Decoding {
     for (int row; (row = taken++) < n_rows_;) {
       merged(partials_, row, width_, kNothing, found);
       const int head = row / per_head_ * group_ + row % group_, token = row % per_head_ / group_;
-      std::memcpy(&attended_[(static_cast<size_t>(token) * s_.n_heads + head) * s_.head_dim], found, sizeof(float) * s_.head_dim);
+      std::copy_n(found, s_.head_dim, &attended_[(static_cast<size_t>(token) * s_.n_heads + head) * s_.head_dim]);
     }
   }
 
-  void add_attended(const Layer& w, std::atomic<int>& taken, Own& own, int n) {
-    own.x.take(attended_.get(), c_.n_tokens, s_.n_heads * s_.head_dim);
-    add(w.output, w.output_bias, s_.n_heads * s_.head_dim, taken, own, n);
+  void add_attended(const Layer& w, std::atomic<int>* taken, int thread, int n) {
+    own_[thread]->x.take(attended_.get(), c_.n_tokens, s_.n_heads * s_.head_dim);
+    add(w.output, w.output_bias, s_.n_heads * s_.head_dim, taken, thread, n);
   }
 
-  void add_inner(const Layer& w, std::atomic<int>& taken, Own& own, int n) {
-    own.x.take(inner_.get(), c_.n_tokens, s_.inner);
-    add(w.down, 0, s_.inner, taken, own, n);
+  void add_inner(const Layer& w, std::atomic<int>* taken, int thread, int n) {
+    own_[thread]->x.take(inner_.get(), c_.n_tokens, s_.inner);
+    add(w.down, 0, s_.inner, taken, thread, n);
   }
 
   // To the residual stream.
-  void add(int64_t weight, int64_t bias, int columns, std::atomic<int>& taken, Own& own, int n) {
-    strips(s_.hidden, taken, n, [&](int first, int n_rows) {
+  void add(int64_t weight, int64_t bias, int columns, std::atomic<int>* taken, int thread, int n) {
+    Own& own = *own_[thread];
+    strips(s_.hidden, taken, thread, n, [&](int first, int n_rows) {
       own.x.times(numbers(weight) + static_cast<size_t>(first) * columns, n_rows, own.gates.get(), kStrip);
       for (int token = 0; token < c_.n_tokens; token++)
         for (int r = 0; r < n_rows; r++)
@@ -273,11 +281,12 @@ class Decoding {
     });
   }
 
-  void widen(const Layer& w, std::atomic<int>& taken, Own& own, int n) {
+  void widen(const Layer& w, std::atomic<int>* taken, int thread, int n) {
+    Own& own = *own_[thread];
     take_normed(w.middle_norm, own);
     float* gates = own.gates.get();
     float* ups = gates + static_cast<size_t>(c_.n_tokens) * kStrip;
-    strips(s_.inner, taken, n, [&](int first, int n_rows) {
+    strips(s_.inner, taken, thread, n, [&](int first, int n_rows) {
       const size_t at = static_cast<size_t>(first) * s_.hidden;
       own.x.times(numbers(w.gate) + at, n_rows, gates, kStrip);
       own.x.times(numbers(w.up) + at, n_rows, ups, kStrip);
@@ -286,13 +295,14 @@ class Decoding {
     });
   }
 
-  void read_out(std::atomic<int>& taken, Own& own, int n) {
+  void read_out(std::atomic<int>* taken, int thread, int n) {
+    Own& own = *own_[thread];
     for (int i = 0; i < c_.n_wanted; i++)
       normalised(&state_[static_cast<size_t>(c_.wanted[i]) * s_.hidden], c_.last_norm, s_.hidden, s_.epsilon,
                  &own.normed[static_cast<size_t>(i) * s_.hidden]);
     own.x.take(own.normed.get(), c_.n_wanted, s_.hidden);
     const Number* head = static_cast<const Number*>(c_.head);
-    strips(s_.vocabulary, taken, n, [&](int first, int n_rows) {
+    strips(s_.vocabulary, taken, thread, n, [&](int first, int n_rows) {
       own.x.times(head + static_cast<size_t>(first) * s_.hidden, n_rows, c_.logits + first, s_.vocabulary);
     });
   }
@@ -302,6 +312,7 @@ class Decoding {
   int width_, group_, per_head_, n_rows_, all_heads_;
   Floats state_, heads_, query_, attended_, inner_;
   std::vector<int32_t> row_positions_;
+  int n_threads_;
   std::unique_ptr<std::atomic<int>[]> taken_;
   std::vector<Worker>& workers_;
   std::vector<std::unique_ptr<Own>> own_;

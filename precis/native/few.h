@@ -57,7 +57,8 @@ class FewBench {
     Bf16* to = reinterpret_cast<Bf16*>(query_.get());
     for (int d = 0; d < dim_; d++)
       for (int r = 0; r < kRows; r++)
-        narrow(r < n_rows ? call.query[static_cast<size_t>(first_row + r) * dim_ + d] : 0.0f, to[(d / 2 * kRows + r) * 2 + d % 2]);
+        narrow(r < n_rows ? call.query[static_cast<size_t>(first_row + r) * dim_ + d] : 0.0f,
+               to[(d / 2 * kRows + r) * 2 + d % 2]);
   }
 
   // Logits: [n][4].
@@ -96,7 +97,8 @@ class FewBench {
     const __m512 factor = _mm512_set1_ps(changes ? 1.0f : call.scaling);
     const __m512 before = _mm512_broadcast_f32x4(_mm_loadu_ps(most_));
     const __m512 above = _mm512_max_ps(_mm512_mul_ps(across<true>(tops[0]), factor), before);
-    const __m512 safe = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(above, _mm512_set1_ps(kNothing), _CMP_EQ_OQ), above, _mm512_setzero_ps());
+    const __mmask16 nothing = _mm512_cmp_ps_mask(above, _mm512_set1_ps(kNothing), _CMP_EQ_OQ);
+    const __m512 safe = _mm512_mask_blend_ps(nothing, above, _mm512_setzero_ps());
     const Vec scale = (Vec)factor * kLog2, top = (Vec)safe * kLog2;
     for (int j = 0; j < end; j += 16 * kChains)
 #pragma GCC unroll 4

@@ -285,8 +285,9 @@ class Bench {
       const float* weights = &weights_[r * kChunk];
       float* to = out + static_cast<size_t>(r) * width_;
       int d = 0;
-      for (; d + kWide * kLanes <= width_; d += kWide * kLanes) rows<kWide>(values + d, weights, std::min(kValueRows, n_rows - r), n, to + d);
-      for (; d < width_; d += kLanes) rows<1>(values + d, weights, std::min(kValueRows, n_rows - r), n, to + d);
+      const int own = std::min(kValueRows, n_rows - r);
+      for (; d + kWide * kLanes <= width_; d += kWide * kLanes) rows<kWide>(values + d, weights, own, n, to + d);
+      for (; d < width_; d += kLanes) rows<1>(values + d, weights, own, n, to + d);
     }
   }
 

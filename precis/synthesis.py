@@ -65,6 +65,16 @@ def synthesize(transform: Transform, block: int, levels: Levels, target: Target)
         _by_sums(transform, block, levels, target)
 
 
+def prepare(transform: Transform) -> None:
+    """Have the products of `synthesize` in bfloat16 compiled, in every size that they may have."""
+    axes = transform.products[0]
+    n_axes = axes.shape[0]
+    products = torch.empty(_ROWS, axes.shape[1], dtype=torch.bfloat16)
+    for k in {min(n_axes, _rounded(k, _FEW_AXES)) for k in range(1, n_axes + 1)}:
+        for m in range(_FEW_ROWS, _ROWS + 1, _FEW_ROWS):
+            torch.mm(torch.zeros(m, k, dtype=torch.bfloat16), axes[:k], out=products[:m])
+
+
 def _plainly(transform: Transform, block: int, levels: Levels, target: Target, *, narrow: bool) -> None:
     device = transform.synthesis.device
     if narrow:

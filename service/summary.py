@@ -12,7 +12,8 @@ def summary(context: dict[str, Any]) -> Table:
     storage, fidelity = context["storage"], context["fidelity"]
     table = Table(show_header=False)
     rows = {"context": context["id"], "name": context["name"], "status": context["status"]}
-    rows["compression"] = ", ".join(f"{name} {_told(value)}" for name, value in context["policy"].items())
+    known = {name: value for name, value in context["policy"].items() if name not in ("transform", "artifact")}
+    rows["compression"] = ", ".join(f"{name} {_told(value)}" for name, value in known.items())
     rows["tokens"] = f"{context['usage']['total_tokens']:,}"
     if context["error"]:
         rows["error"] = context["error"]["detail"]

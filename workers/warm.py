@@ -15,6 +15,7 @@ from precis.manifest import open_manifest
 from precis.rates import Coding
 from precis.reader import unpack
 from precis.session import Feed, Session
+from precis.synthesis import prepare
 from workers.cache import SnapshotCache
 from workers.models import Served
 
@@ -36,6 +37,8 @@ def warm(served: Served, cache: SnapshotCache) -> None:
         classes = torch.zeros(g.n_layers // model.transform.block_layers, n, dtype=torch.int64)
         coding = Coding.of(snapshot, model.transform, classes, served.rotary)
         packed = coding.at(coding.step_near(g.raw_bytes(n) // _RATIO))
+        if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+            prepare(model.transform)
     for _ in range(2):
         loaded = unpack(open_manifest(packed.manifest), packed.blobs, model, served.rotary, cache.codecs, cache.take)
         session = Session.on(loaded)

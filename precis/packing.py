@@ -31,7 +31,8 @@ class Tables:
 
 def plain(feeds: Sequence[Feed]) -> bool:
     """Whether every session reads all of its snapshot and forgets nothing of its answer."""
-    return all(feed.session.view is None and feed.session.trim is None for feed in feeds)
+    sessions = [feed.session for feed in feeds]
+    return all(session.view is None and session.trim is None and not session.seen for session in sessions)
 
 
 def tables_of(feeds: Sequence[Feed]) -> Tables:

@@ -47,3 +47,6 @@ def test_what_views_and_trims_choose_is_not_in_tables() -> None:
     assert plain([Feed(Session.on(snapshot), [1])])
     assert not plain([Feed(Session.on(snapshot), [1]), Feed(Session.on(snapshot, SageView(budget=20)), [1])])
     assert not plain([Feed(Session.on(snapshot, trim=Slide(8)), [1])])
+    part = Session.on(snapshot)
+    part.seen[0, 0] = snapshot.entries(0, 0)
+    assert not plain([Feed(part, [1])])

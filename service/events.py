@@ -132,6 +132,7 @@ async def events_of(subscription: Subscription, timeout_s: float) -> AsyncIterat
         yield entry_id, event
         if isinstance(event, TERMINAL_EVENTS):
             return
+        await asyncio.sleep(0)  # a full queue never waits, and would starve whoever watches for a client that goes
 
 
 def _order(entry_id: str) -> tuple[int, int]:

@@ -112,11 +112,10 @@ class Decoder:
         """
         ids, rows = np.array(token_ids, np.int64), np.array(wanted, np.int32)
         logits = torch.empty(len(rows), self.shape.vocabulary)
-        last_norm = self.last_norm
         failed = library().precis_decode(  # type: ignore[union-attr]
             ctypes.byref(self.shape),
             _POINTER(self.layers.ctypes.data),
-            *(_POINTER(part.data_ptr()) for part in (self.embedding, self.head, last_norm)),
+            *(_POINTER(part.data_ptr()) for part in (self.embedding, self.head, self.last_norm)),
             _POINTER(ids.ctypes.data),
             _POINTER(positions.data_ptr()),
             _INT(len(ids)),

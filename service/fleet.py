@@ -25,7 +25,6 @@ class Fleet:
         self._redis, self._grace_s = client, grace_s
         self._cards: dict[str, tuple[bytes, ModelCard]] = {}
         self._prompters: dict[str, Prompter] = {}
-        self._used: list[Prompter] = []
         self._workers: list[WorkerRecord] = []
         self._looked_at = float("-inf")
 
@@ -82,16 +81,13 @@ class Fleet:
     async def prompter(self, card: ModelCard) -> Prompter:
         """Tokenizer and template of a model."""
         if card.tokenizer_digest not in self._prompters:
-            self._prompters[card.tokenizer_digest] = await asyncio.to_thread(Prompter, card)
+            self._prompters[card.tokenizer_digest] = await asyncio.to_thread(_made, card)
         return self._prompters[card.tokenizer_digest]
 
     async def prepare(self) -> None:
         """Load what the tokenizers of all served models need, so that no first request waits for it."""
         for name in await self.models():
-            prompter = await self.prompter(await self.card(name))
-            if prompter not in self._used:
-                await asyncio.to_thread(_use, prompter)
-                self._used.append(prompter)
+            await self.prompter(await self.card(name))
 
     async def prepare_forever(self) -> None:
         """Look for new models every other second."""
@@ -101,6 +97,12 @@ class Fleet:
             except (RedisError, PrecisError) as error:
                 structlog.get_logger("fleet").warning("prepare_failed", error=type(error).__name__)
             await asyncio.sleep(_PREPARE_S)
+
+
+def _made(card: ModelCard) -> Prompter:
+    prompter = Prompter(card)
+    _use(prompter)
+    return prompter
 
 
 def _use(prompter: Prompter) -> None:

@@ -74,8 +74,7 @@ class Peer:
         self._command = [str(programs / "llama-server"), "-m", str(model), *size, *place, *options.split()]
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=600)
         self._folder = folder
-        self.repacked = self._starts()
-        if not self.repacked and not self._starts("--no-repack"):  # this version dies repacking Q8_0 for AMX
+        if not self._starts() and not self._starts("--no-repack"):  # this version dies repacking Q8_0 for AMX
             raise RuntimeError((folder / "log").read_text()[-2000:])
 
     def _starts(self, *options: str) -> bool:

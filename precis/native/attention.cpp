@@ -9,10 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <new>
 #include <thread>
 #include <vector>
@@ -55,52 +52,6 @@ struct Packed {
   Floats keys, values;
 };
 
-// Logits of `kBlockRows` rows against two vectors of keys.
-inline void logits_block(const float* query, int stride, const float* keys, int head_dim, float* out, int out_stride) {
-  Vec left[kBlockRows] = {}, right[kBlockRows] = {};
-  const float* second = keys + head_dim * kLanes;
-  for (int d = 0; d < head_dim; d++) {
-    const Vec a = load(keys + d * kLanes), b = load(second + d * kLanes);
-#pragma GCC unroll 12
-    for (int r = 0; r < kBlockRows; r++) {
-      const float q = query[r * stride + d];
-      left[r] += q * a;
-      right[r] += q * b;
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kBlockRows; r++) {
-    store(out + r * out_stride, left[r]);
-    store(out + r * out_stride + kLanes, right[r]);
-  }
-}
-
-// `kBlockRows` rows of weights times two vectors of the values of some keys, added to out.
-inline void values_block(
-    const float* weights, int stride, const float* values, int width, int start, int stop, float* out) {
-  Vec left[kBlockRows], right[kBlockRows];
-#pragma GCC unroll 12
-  for (int r = 0; r < kBlockRows; r++) {
-    left[r] = load(out + r * width);
-    right[r] = load(out + r * width + kLanes);
-  }
-  for (int j = start; j < stop; j++) {
-    const float* value = values + static_cast<size_t>(j) * width;
-    const Vec a = load(value), b = load(value + kLanes);
-#pragma GCC unroll 12
-    for (int r = 0; r < kBlockRows; r++) {
-      const float weight = weights[r * stride + j];
-      left[r] += weight * a;
-      right[r] += weight * b;
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kBlockRows; r++) {
-    store(out + r * width, left[r]);
-    store(out + r * width + kLanes, right[r]);
-  }
-}
-
 class Tile {
  public:
   Tile(const Call& call, int padded, int width)
@@ -119,8 +70,11 @@ class Tile {
     }
     for (int j = from; j < to; j += 2 * kLanes)
       for (int r = 0; r < n; r += kBlockRows)
-        logits_block(&query_[r * c.head_dim], c.head_dim, &cache.keys[static_cast<size_t>(j) * c.head_dim], c.head_dim,
-                     &weights_[static_cast<size_t>(r) * padded_ + j], padded_);
+        {
+        const float* keys = &cache.keys[static_cast<size_t>(j) * c.head_dim];
+        logits_of<kBlockRows>(&query_[r * c.head_dim], c.head_dim, keys, keys + c.head_dim * kLanes, c.head_dim,
+                              &weights_[static_cast<size_t>(r) * padded_ + j], padded_);
+      }
     float totals[kRows];
     for (int r = 0; r < n; r++) totals[r] = softmax(r, position + r, from, to, head);
     for (int r = n; r < kRows; r++) std::fill_n(&weights_[static_cast<size_t>(r) * padded_ + from], to - from, 0.0f);
@@ -128,7 +82,7 @@ class Tile {
     for (int j = from; j < to; j += kBlock)
       for (int r = 0; r < n; r += kBlockRows)
         for (int v = 0; v < width_; v += 2 * kLanes)
-          values_block(&weights_[static_cast<size_t>(r) * padded_], padded_, cache.values.get() + v, width_, j,
+          add_weighted<2, kBlockRows>(&weights_[static_cast<size_t>(r) * padded_], padded_, cache.values.get() + v, width_, j,
                        std::min(to, j + kBlock), &sums_[r * width_ + v]);
     for (int r = 0; r < n; r++) {
       float* row = c.out + (static_cast<size_t>(head) * c.n_rows + first + r) * c.head_dim;

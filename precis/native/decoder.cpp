@@ -24,10 +24,6 @@ struct Layer {
       middle_norm, gate, up, down, cosines, sines, window;
 };
 
-struct Place {
-  int64_t key, value, position;
-};
-
 struct Shape {
   int32_t n_layers, hidden, n_heads, n_kv_heads, head_dim, inner, vocabulary, n_positions, bfloat16;
   float epsilon, scaling, softcap;
@@ -71,24 +67,12 @@ void activate(const float* gate, const float* up, int n, float* to) {
   for (; i < n; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
 }
 
-struct Nothing {
-  Nothing() {}
-};
-
-#if defined(__AMX_BF16__)
-template <class Number>
-using Setting = typename std::conditional<std::is_same<Number, Bf16>::value, Tiles, Nothing>::type;
-#else
-template <class Number>
-using Setting = Nothing;
-#endif
-
 template <class Number, class Worker>
 class Decoding {
  public:
   Decoding(const Shape& shape, const Call& call, int n_threads)
-      : s_(shape), c_(call), width_(padded(shape.head_dim)), group_(shape.n_heads / shape.n_kv_heads),
-        per_head_(call.n_tokens * group_), n_rows_(per_head_ * shape.n_kv_heads),
+      : s_(shape), c_(call), rows_{call.n_tokens, shape.n_heads / shape.n_kv_heads}, width_(padded(shape.head_dim)),
+        n_rows_(call.n_tokens * shape.n_heads),
         all_heads_((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim), state_(size(shape.hidden)),
         heads_(size(all_heads_)), query_(static_cast<size_t>(n_rows_) * width_),
         attended_(size(shape.n_heads * shape.head_dim)), inner_(size(shape.inner)), row_positions_(n_rows_ + kLanes),
@@ -97,7 +81,7 @@ class Decoding {
     for (int i = 0; i < (shape.n_layers * kPhases + 1) * n_threads; i++) taken_[i] = 0;
     const int widest = std::max({shape.hidden, shape.inner, shape.n_heads * shape.head_dim});
     for (int i = 0; i < n_threads; i++) own_.emplace_back(new Own(call.n_tokens, shape.hidden, widest));
-    for (int row = 0; row < n_rows_; row++) row_positions_[row] = c_.positions[row % per_head_ / group_];
+    for (int row = 0; row < n_rows_; row++) row_positions_[row] = c_.positions[rows_.token_of(row)];
   }
 
   void run(int thread, int n) {
@@ -219,7 +203,7 @@ class Decoding {
         from[d + dim / 2] = b * cosines[d + dim / 2] + a * sines[d + dim / 2];
       }
       if (is_query) {
-        const int row = head / group_ * per_head_ + token * group_ + head % group_;
+        const int row = rows_.at(head, token);
         const float factor = Worker::kScales ? 1.0f : s_.scaling;
         for (int d = 0; d < dim; d++) query_[static_cast<size_t>(row) * width_ + d] = from[d] * factor;
         continue;
@@ -254,7 +238,7 @@ class Decoding {
     float found[1024];
     for (int row; (row = taken++) < n_rows_;) {
       merged(partials_, row, width_, kNothing, found);
-      const int head = row / per_head_ * group_ + row % group_, token = row % per_head_ / group_;
+      const int head = rows_.head_of(row), token = rows_.token_of(row);
       std::copy_n(found, s_.head_dim, &attended_[(static_cast<size_t>(token) * s_.n_heads + head) * s_.head_dim]);
     }
   }
@@ -309,7 +293,8 @@ class Decoding {
 
   const Shape s_;
   const Call c_;
-  int width_, group_, per_head_, n_rows_, all_heads_;
+  const Rows rows_;
+  int width_, n_rows_, all_heads_;
   Floats state_, heads_, query_, attended_, inner_;
   std::vector<int32_t> row_positions_;
   int n_threads_;

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "ragged.h"
+
 #if defined(__AMX_BF16__)
 
 #include "tiles.h"
@@ -207,7 +209,6 @@ class FewBench {
 // For any number of rows. Inside of `Tiles`, whose shapes are set again where others were needed.
 class AnyBench {
  public:
-  using Setting = Tiles;
   static constexpr bool kScales = true;  // queries come as they are, so that they stay exact in bfloat16
 
   explicit AnyBench(int head_dim) : dim_(head_dim), many_(head_dim), few_(head_dim) {}
@@ -231,3 +232,20 @@ class AnyBench {
 }  // namespace precis
 
 #endif
+
+namespace precis {
+
+// What a thread must set up before it works on such numbers.
+template <class Number>
+struct Setting {
+  Setting() {}
+};
+
+#if defined(__AMX_BF16__)
+template <>
+struct Setting<Bf16> {
+  Tiles tiles;
+};
+#endif
+
+}  // namespace precis

@@ -19,11 +19,6 @@ struct Step {
   int n_tokens, n_kv_heads, group, head_dim;
 };
 
-// Columns of a table in Python, one row per token and kv head.
-struct Place {
-  int64_t key, value, position;  // addresses in the tail
-};
-
 template <class Number>
 void append(const Step& step, const Place* places, const int32_t* positions) {
   const size_t size = sizeof(Number) * step.head_dim;
@@ -38,24 +33,23 @@ void append(const Step& step, const Place* places, const int32_t* positions) {
     }
 }
 
-template <class Number, class Place>
+template <class Number, class Worker>
 void attend_with(const Step& step, const Run* runs, int n_runs, const int32_t* positions, Ragged call, const float* sinks,
                  int n_threads) {
-  const int width = padded(step.head_dim), per_head = step.n_tokens * step.group, n_rows = per_head * step.n_kv_heads;
-  const float factor = Place::kScales ? 1.0f : call.scaling;
+  const Rows rows{step.n_tokens, step.group};
+  const int width = padded(step.head_dim), n_rows = step.n_tokens * step.group * step.n_kv_heads;
+  const float factor = Worker::kScales ? 1.0f : call.scaling;
   static thread_local Floats query;
   if (query.size() < static_cast<size_t>(n_rows) * width) query = Floats(static_cast<size_t>(n_rows) * width);
   static thread_local std::vector<int32_t> row_positions;
   row_positions.resize(n_rows + kLanes);
-  const auto head_of = [&](int row) { return row / per_head * step.group + row % step.group; };
-  const auto token_of = [&](int row) { return row % per_head / step.group; };
   for (int row = 0; row < n_rows; row++) {
-    const auto* from = reinterpret_cast<const Number*>(step.query) + head_of(row) * step.query_head +
-                       token_of(row) * step.query_token;
+    const auto* from = reinterpret_cast<const Number*>(step.query) + rows.head_of(row) * step.query_head +
+                       rows.token_of(row) * step.query_token;
     float* to = &query[static_cast<size_t>(row) * width];
     for (int d = 0; d < step.head_dim; d++) to[d] = widened(from[d]) * factor;
     for (int d = step.head_dim; d < width; d++) to[d] = 0.0f;
-    row_positions[row] = positions[token_of(row)];
+    row_positions[row] = positions[rows.token_of(row)];
   }
   call.query = query.get();
   call.row_positions = row_positions.data();
@@ -64,11 +58,11 @@ void attend_with(const Step& step, const Run* runs, int n_runs, const int32_t* p
   Partials& partials = kept;
   partials.plan(runs, n_runs, width, n_threads);
   partials.index(n_rows);
-  auto& places = places_to_work<Place>(n_threads, step.head_dim);
+  auto& places = places_to_work<Worker>(n_threads, step.head_dim);
   const int n_units = static_cast<int>(partials.units.size());
   std::atomic<int> next_unit{0}, done{0}, next_row{0};
   on_threads(n_threads, [&](int thread) {
-    const typename Place::Setting setting;
+    const Setting<Number> setting;
     for (int i; (i = next_unit++) < n_units; done++) {
       const auto& unit = partials.units[i];
       places[thread].run(call, runs[unit.run], unit, partials);
@@ -76,10 +70,10 @@ void attend_with(const Step& step, const Run* runs, int n_runs, const int32_t* p
     while (done < n_units) std::this_thread::yield();
     float found[1024];
     for (int row; (row = next_row++) < n_rows;) {
-      const int head = head_of(row);
+      const int head = rows.head_of(row);
       merged(partials, row, width, sinks ? sinks[head] : kNothing, found);
       auto* to = reinterpret_cast<Number*>(step.out) +
-                 (static_cast<size_t>(token_of(row)) * step.n_kv_heads * step.group + head) * step.head_dim;
+                 (static_cast<size_t>(rows.token_of(row)) * step.n_kv_heads * step.group + head) * step.head_dim;
       for (int d = 0; d < step.head_dim; d++) narrow(found[d], to[d]);
     }
   });

@@ -41,6 +41,20 @@ struct Ragged {
   float scaling;  // of logits
 };
 
+// Columns of a table in Python, one row per token and kv head: addresses in the tail, of a new entry.
+struct Place {
+  int64_t key, value, position;
+};
+
+// Rows are numbered [K][token][G].
+struct Rows {
+  int n_tokens, group;
+
+  int head_of(int row) const { return row / (n_tokens * group) * group + row % group; }
+  int token_of(int row) const { return row % (n_tokens * group) / group; }
+  int at(int head, int token) const { return (head / group * n_tokens + token) * group + head % group; }
+};
+
 inline int padded(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 class Partials {
@@ -100,9 +114,6 @@ template <class Number>
 class Bench {
  public:
   static constexpr bool kScales = false;  // queries come scaled
-  struct Setting {
-    Setting() {}
-  };
 
   explicit Bench(int head_dim)
       : dim_(head_dim), width_(padded(head_dim)), weights_(kTile * kChunk), columns_(2 * kLanes * width_),
@@ -199,22 +210,7 @@ class Bench {
 
   template <int kRows>
   void block(const float* query, float* to) {
-    Vec left[kRows] = {}, right[kRows] = {};
-    const float* second = &columns_[width_ * kLanes];
-    for (int d = 0; d < dim_; d++) {
-      const Vec a = load(&columns_[d * kLanes]), b = load(second + d * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        const float q = query[r * width_ + d];
-        left[r] += q * a;
-        right[r] += q * b;
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      store(to + r * kChunk, left[r]);
-      store(to + r * kChunk + kLanes, right[r]);
-    }
+    logits_of<kRows>(query, width_, columns_.get(), &columns_[width_ * kLanes], dim_, to, kChunk);
   }
 
   // Soft-capping, bias, and what a row does not see.
@@ -294,35 +290,11 @@ class Bench {
   template <int kVectors, class From>
   void rows(const From* values, const float* weights, int n_rows, int n, float* to) {
     switch (n_rows) {
-      case 1: return sums<kVectors, 1>(values, weights, n, to);
-      case 2: return sums<kVectors, 2>(values, weights, n, to);
-      case 3: return sums<kVectors, 3>(values, weights, n, to);
-      default: return sums<kVectors, 4>(values, weights, n, to);
+      case 1: return add_weighted<kVectors, 1>(weights, kChunk, values, width_, 0, n, to);
+      case 2: return add_weighted<kVectors, 2>(weights, kChunk, values, width_, 0, n, to);
+      case 3: return add_weighted<kVectors, 3>(weights, kChunk, values, width_, 0, n, to);
+      default: return add_weighted<kVectors, 4>(weights, kChunk, values, width_, 0, n, to);
     }
-  }
-
-  template <int kVectors, int kRows, class From>
-  void sums(const From* values, const float* weights, int n, float* to) {
-    Vec sum[kRows][kVectors];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) sum[r][v] = load(to + r * width_ + v * kLanes);
-    for (int j = 0; j < n; j++) {
-      Vec value[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) value[v] = load(values + static_cast<size_t>(j) * width_ + v * kLanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; r++) {
-        const float weight = weights[r * kChunk + j];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) sum[r][v] += weight * value[v];
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) store(to + r * width_ + v * kLanes, sum[r][v]);
   }
 
   int dim_, width_;

@@ -1,4 +1,4 @@
-// Attention of a unit with matrix tiles (AMX): bfloat16 entries of heads whose size is a multiple of 32.
+// Attention of a unit with matrix tiles (AMX): bfloat16 entries of heads whose size is a multiple of 64.
 //
 // Sixteen keys, as they are stored, times sixteen query rows give sixteen vectors of logits, one per key, with a lane per
 // row. Maxima and sums over keys are then sums of vectors. Weights are rounded to bfloat16 where values are weighed.

@@ -83,6 +83,52 @@ inline float sum_of(Vec x) {
   return sum;
 }
 
+// Logits of rows against two vectors of keys, which lie as columns [D][lanes].
+template <int kRows>
+inline void logits_of(const float* query, int stride, const float* first, const float* second, int dim, float* out,
+                      int out_stride) {
+  Vec left[kRows] = {}, right[kRows] = {};
+  for (int d = 0; d < dim; d++) {
+    const Vec a = load(first + d * kLanes), b = load(second + d * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+      const float q = query[r * stride + d];
+      left[r] += q * a;
+      right[r] += q * b;
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++) {
+    store(out + r * out_stride, left[r]);
+    store(out + r * out_stride + kLanes, right[r]);
+  }
+}
+
+// Rows of weights times some vectors of the values from start to stop, added to out.
+template <int kVectors, int kRows, class Number>
+inline void add_weighted(const float* weights, int stride, const Number* values, int width, int start, int stop, float* out) {
+  Vec sum[kRows][kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) sum[r][v] = load(out + r * width + v * kLanes);
+  for (int j = start; j < stop; j++) {
+    Vec value[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) value[v] = load(values + static_cast<size_t>(j) * width + v * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+      const float weight = weights[r * stride + j];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) sum[r][v] += weight * value[v];
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) store(out + r * width + v * kLanes, sum[r][v]);
+}
+
 // Zeros at the start of a cache line: a vector that lies across two costs twice.
 class Floats {
  public:

@@ -20,6 +20,7 @@ from tests.tiny import save_tiny
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 200  # 9,000 tokens: seconds of work
 SHORT = "The quick brown fox jumps over the lazy dog. " * 12
+N_SLOW = 3000  # tokens of an answer that lasts long enough to be seen
 
 
 @pytest.fixture
@@ -179,10 +180,10 @@ def test_answers_move_while_a_long_document_is_compressed(own_stack: Stack) -> N
 def test_a_stopping_worker_finishes_its_answers_and_gives_its_compression_back(own_stack: Stack) -> None:
     context = upload(own_stack, SHORT)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, own_stack, context, max_tokens=400)
+        answer = pool.submit(ask, own_stack, context, max_tokens=N_SLOW)
         wait_for(lambda: own_stack.http().get("/v1/workers").json()["data"][0]["load"] == 1)
         own_stack.kill("worker", signal.SIGTERM)
-        assert answer.result().json()["usage"]["completion_tokens"] == 400
+        assert answer.result().json()["usage"]["completion_tokens"] == N_SLOW
     own_stack.start_worker("worker1")
     long = upload(own_stack, LONG, wait=0, policy="kvzip")
     wait_for(lambda: status(own_stack, long) in ("prefilling", "compressing"))

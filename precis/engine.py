@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from precis.attention import ragged
+from precis.attention import ragged, triton_runs
 from precis.attention.torch_ref import Segment, attend
 from precis.core import Entries, Snapshot, SnapshotHeader
 from precis.families import Model
@@ -36,28 +36,43 @@ class PackedStep:
             self._starts.append(self._starts[-1] + len(feed.token_ids))
         spans = [(f.session.position, f.session.position + len(f.token_ids)) for f in feeds]
         self.positions = torch.cat([torch.arange(a, b, dtype=torch.int32, device=device) for a, b in spans])
-        self._native = ragged.usable(feeds[0].session.tail.keys)
-        self.tables = tables_of(feeds) if self._native and plain(feeds) else None
+        self._like = feeds[0].session.tail.keys
+        self._native, self._triton = ragged.usable(self._like), triton_runs.usable(self._like)
+        self.tables = tables_of(feeds) if (self._native or self._triton) and plain(feeds) else None
+        self._units: list[triton_runs.Units] = []
+        if self._triton and self.tables is not None:
+            self._units = self._cut(self.tables.runs, self.tables.places)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Append k and v to the tails; attend rows [K][token][G] over snapshots and tails."""
         g = self._feeds[0].session.snapshot.geometry
         how: Logits = {"scaling": g.scaling[layer], "softcap": g.softcap[layer], "window": g.windows[layer]}
-        if self._native:
-            like = self._feeds[0].session.tail.keys
-            query, key, value = (part.to(like.dtype).contiguous() for part in (query, key, value))
+        if self._native or self._triton:
+            query, key, value = (part.to(self._like.dtype).contiguous() for part in (query, key, value))
+        if self._units:
+            new = ragged.New(query, key, value, self.positions)
+            return triton_runs.attend(new, self._units[layer], sinks=sinks, **how)
         if self.tables is not None:
             new = ragged.New(query, key, value, self.positions, self.tables.places[layer])
             return ragged.attend(new, self.tables.runs[layer], sinks=sinks, **how)
         rows = query.reshape(g.n_kv_heads, g.group_size, -1, g.head_dim).transpose(1, 2)
         segments = self._segments(layer, rows, key, value)
+        new = ragged.New(query, key, value, self.positions)
         if self._native:
-            new = ragged.New(query, key, value, self.positions)
             out = ragged.attend(new, ragged.runs_of(segments), sinks=sinks, **how)
+        elif self._triton:
+            out = triton_runs.attend(new, self._cut([ragged.runs_of(segments)])[0], sinks=sinks, **how)
         else:
             out = self._by_torch(rows, segments, how, sinks).transpose(1, 2).reshape(query.shape)
         self._trim(layer, query, sinks)
         return out
+
+    def _cut(
+        self, layers: Sequence[ragged.Table] | ragged.Table, places: ragged.Table | None = None
+    ) -> list[triton_runs.Units]:
+        n_kv_heads, entry_bytes = self._like.shape[1], self._like.shape[3] * self._like.element_size()
+        rows_per_head = self._starts[-1] * self._feeds[0].session.snapshot.geometry.group_size
+        return triton_runs.units_of(layers, rows_per_head, n_kv_heads, entry_bytes, self._like.device, places)
 
     def done(self) -> None:
         """Count what the step took in, once all layers have it."""

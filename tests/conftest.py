@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where kernels are defined, so before they are imported
+
 from tests.stack import Server, Stack, running_server, running_stack
 from tests.tiny import save_tiny
 

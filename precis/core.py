@@ -227,6 +227,14 @@ class Snapshot:
         if self.bias is not None and self.bias.shape != (n,):
             raise ValueError(f"bias {tuple(self.bias.shape)} must be [{n}]")
 
+    def to(self, device: torch.device) -> Snapshot:
+        """The same entries on another device; on the CPU, where a GPU fetches them fast."""
+        parts = [part.to(device) for part in (self.keys, self.values, self.positions)]
+        bias = None if self.bias is None else self.bias.to(device)
+        if device.type == "cpu" and self.keys.is_cuda:
+            parts, bias = [part.pin_memory() for part in parts], None if bias is None else bias.pin_memory()
+        return replace(self, keys=parts[0], values=parts[1], positions=parts[2], bias=bias)
+
     def bounds(self, layer: int, kv_head: int) -> tuple[int, int]:
         """Start and stop of one head's entries in keys, values and positions."""
         head = layer * self.geometry.n_kv_heads + kv_head

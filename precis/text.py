@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from precis.detokenize import Detokenizer
 from precis.errors import InvalidRequest, UnsupportedModel
-from precis.wire.messages import Message, ModelCard, around
+from precis.wire.messages import Message, ModelCard
+from precis.wire.records import around
 
 _REPEAT_FIRST = "Repeat the previous context exactly."
 _REPEAT_NEXT = "Repeat the part of the previous context exactly, starting with "

@@ -13,7 +13,6 @@ from precis.errors import JobCancelled, PrecisError, QueryTooLong, from_code
 from precis.wire.messages import (
     AnswerJob,
     CacheEvent,
-    ContextRecord,
     DoneEvent,
     Event,
     FailedEvent,
@@ -24,6 +23,7 @@ from precis.wire.messages import (
     TokenEvent,
     TokenLogprob,
 )
+from precis.wire.records import ContextRecord
 from service.events import Subscription, events_of
 from service.state import State
 

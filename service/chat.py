@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from precis.errors import InvalidRequest, PrecisError
-from precis.wire.messages import AnswerJob, ContextRecord, DoneEvent, Sampling, TokenLogprob
+from precis.wire.messages import AnswerJob, DoneEvent, Sampling, TokenLogprob
+from precis.wire.records import ContextRecord
 from service import metrics, sse
 from service.asking import Asked, begin, check_room, collect, usage_of
 from service.contexts import int32_bytes

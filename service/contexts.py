@@ -20,8 +20,9 @@ from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
 from precis.fingerprint import of_context
 from precis.protection import check_budget, tighter
 from precis.text import ContextPart, Prompter
-from precis.wire.messages import ContextRecord, Message
+from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
+from precis.wire.records import ContextRecord
 from service.records import expired
 from service.schemas import CodecIn, ContextIn, ContextPatch, context_out, kept_ratio
 from service.state import State, StateDep
@@ -245,6 +246,15 @@ async def delete_context(context_id: str, state: StateDep) -> dict[str, Any]:
         await state.jobs.cancel(context_id)
     freed = await state.records.delete(record)
     return {"id": context_id, "object": "context", "deleted": True, "freed_bytes": freed}
+
+
+@router.post("/{context_id}/prefetch", status_code=202)
+async def prefetch_context(context_id: str, state: StateDep) -> dict[str, Any]:
+    """Let a worker load the snapshot before the first question; `held` says that one has it already."""
+    record = await state.ready_context(context_id)
+    workers = await state.fleet.need_worker(record.model, job="answer")
+    queued = await state.jobs.prefetch(context_id, record.model, workers)
+    return {"id": context_id, "object": "prefetch", "status": "queued" if queued else "held"}
 
 
 @router.get("/{context_id}/heads")

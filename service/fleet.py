@@ -13,7 +13,8 @@ from precis.errors import ModelNotFound, NoWorker, PrecisError
 from precis.text import Prompter
 from precis.wire import keys
 from precis.wire.codec import decode
-from precis.wire.messages import Message, ModelCard, WorkerRecord
+from precis.wire.messages import Message, ModelCard
+from precis.wire.records import WorkerRecord
 
 _FRESH_S, _PREPARE_S = 0.5, 2.0
 

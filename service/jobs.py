@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from math import ceil
 from typing import Any
 
 from precis.errors import QueueFull
 from precis.wire import keys
 from precis.wire.codec import encode
-from precis.wire.messages import AnswerJob, ScoreJob, WorkerRecord
+from precis.wire.messages import AnswerJob, PrefetchJob, ScoreJob
+from precis.wire.records import WorkerRecord
 
 _FLAG_S = 600
 _ENQUEUE = """
@@ -46,7 +48,20 @@ class Jobs:
                 retry_after_s=retry_after_s(waiting, sum(w.slots for w in workers)),
             )
 
-    async def _add(self, stream: str, limit: int, job: AnswerJob | ScoreJob) -> bool:
+    async def prefetch(self, context_id: str, model: str, workers: list[WorkerRecord]) -> bool:
+        """Let a worker load a snapshot ahead of its first question; False if one holds it already.
+
+        Raises:
+            QueueFull: if too many wait; says when to come again.
+        """
+        if any(context_id in worker.hot for worker in workers if worker.role != "compress"):
+            return False
+        job = PrefetchJob(f"prefetch_{uuid.uuid4().hex[:12]}", context_id)
+        if not await self._add(keys.answer_jobs(model), self._limit, job):
+            raise QueueFull("too many answers are waiting or running: try again", retry_after_s=1)
+        return True
+
+    async def _add(self, stream: str, limit: int, job: AnswerJob | ScoreJob | PrefetchJob) -> bool:
         outcome = await self._enqueue(keys=[stream, keys.queued(job.id)], args=[limit, encode(job), _FLAG_S])
         return bool(outcome != b"full")
 

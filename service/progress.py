@@ -12,7 +12,8 @@ from fastapi.responses import Response
 from precis.errors import InvalidRequest, JobLost
 from precis.wire import keys
 from precis.wire.codec import decode_event
-from precis.wire.messages import ContextRecord, Event, FailedEvent, ProgressEvent, ReadyEvent
+from precis.wire.messages import Event, FailedEvent, ProgressEvent, ReadyEvent
+from precis.wire.records import ContextRecord
 from service import sse
 from service.events import Subscription, events_of
 from service.state import State, StateDep

@@ -15,7 +15,6 @@ from precis.errors import InvalidRequest, PrecisError, SnapshotStale
 from precis.text import Prompter
 from precis.wire.messages import (
     AnswerJob,
-    ContextRecord,
     DoneEvent,
     Message,
     ModelCard,
@@ -24,6 +23,7 @@ from precis.wire.messages import (
     ScoreJob,
     TokenLogprob,
 )
+from precis.wire.records import ContextRecord
 from service import metrics, sse
 from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes

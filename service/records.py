@@ -13,8 +13,9 @@ from precis.errors import ContextNotFound, ContextNotReady, InvalidRequest, Queu
 from precis.fingerprint import of_context
 from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
-from precis.wire.messages import CompressJob, ContextRecord
+from precis.wire.messages import CompressJob
 from precis.wire.presets import Compression
+from precis.wire.records import ContextRecord
 from service import metrics
 from service.store import Stores
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from precis.wire.messages import ContextRecord, Message
+from precis.wire.messages import Message
+from precis.wire.records import ContextRecord
 from service.records import expired
 
 Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]]

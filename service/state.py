@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from precis import errors
-from precis.wire.messages import ContextRecord
+from precis.wire.records import ContextRecord
 from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs

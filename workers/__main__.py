@@ -20,8 +20,8 @@ from redis.retry import Retry
 from precis import native
 from precis.errors import PrecisError
 from precis.wire import logs
-from precis.wire.messages import WorkerRecord
 from precis.wire.presets import HEADS, TRANSFORM
+from precis.wire.records import WorkerRecord
 from workers import artifacts, models
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
@@ -54,15 +54,16 @@ def build(settings: Settings, served: models.Served) -> Worker:
     records = Records(client)
     store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes)
     seal_key = settings.seal_key.encode()
-    on_cpu = served.model.device.type == "cpu" and settings.hot_bytes > 0
-    arena = Arena(settings.hot_bytes) if on_cpu else None
+    on_cpu = served.model.device.type == "cpu"
+    arena = Arena(settings.hot_bytes) if on_cpu and settings.hot_bytes > 0 else None
+    beside = 0 if on_cpu else settings.host_bytes
     return Worker(
         served=served,
         client=client,
         queue=Queue(client, worker_id, served.card.name, settings.role, settings.lease_s),
         heart=Heart(connect(settings.queue_url), worker_id, settings.lease_s),
         records=records,
-        cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes, arena),
+        cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes, arena, beside),
         compressor=Compressor(served, client, records, store, seal_key),
         described=WorkerRecord(
             id=worker_id,

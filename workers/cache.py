@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 from torch import Tensor
 
 from precis.codecs import Codec
@@ -16,21 +17,26 @@ from precis.errors import SnapshotError
 from precis.fingerprint import of_context
 from precis.manifest import open_manifest
 from precis.reader import check_manifest, unpack
-from precis.wire.messages import ContextRecord
+from precis.wire.records import ContextRecord
 from workers import metrics
 from workers.memory import Arena
 from workers.models import Served
 from workers.records import Records
 from workers.snapshots import SnapshotStore
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(slots=True)
 class SnapshotCache:
-    """Snapshots on the device, least recently used out first; a snapshot in use lives on in its sessions.
+    """Snapshots on the device, least recently used out first, then beside it in the host's memory.
+
+    A snapshot in use lives on in its sessions.
 
     Attributes:
-        limit_bytes: of snapshots that are held.
+        limit_bytes: of snapshots that are held on the device.
         arena: memory for what is loaded, or None for new memory every time.
+        host_bytes: of snapshots that are held beside it; 0 where the device is the host.
     """
 
     served: Served
@@ -39,12 +45,14 @@ class SnapshotCache:
     seal_key: bytes
     limit_bytes: int
     arena: Arena | None = None
+    host_bytes: int = 0
     _hot: OrderedDict[str, Snapshot] = field(default_factory=OrderedDict)
+    _beside: OrderedDict[str, Snapshot] = field(default_factory=OrderedDict)
 
     @property
     def hot_ids(self) -> list[str]:
-        """Contexts whose snapshots are on the device."""
-        return list(self._hot)
+        """Contexts whose snapshots are held."""
+        return [*self._hot, *self._beside]
 
     @property
     def codecs(self) -> Mapping[str, Codec]:
@@ -57,7 +65,7 @@ class SnapshotCache:
         return None if self.arena is None else self.arena.take
 
     def find(self, record: ContextRecord) -> tuple[Snapshot, str]:
-        """The snapshot and its origin, "memory" or "store".
+        """The snapshot and its origin, "memory", "host" or "store".
 
         Raises:
             SnapshotMissing, SnapshotCorrupt, SnapshotStale: if it must be made again.
@@ -68,6 +76,12 @@ class SnapshotCache:
             self._hot.move_to_end(record.id)
             metrics.LOADS.labels("memory").inc()
             return held, "memory"
+        beside = self._beside.pop(record.id, None)
+        if beside is not None and beside.header.fingerprint == fingerprint:
+            snapshot = beside.to(self.served.model.device)
+            self.keep(record.id, snapshot)
+            metrics.LOADS.labels("host").inc()
+            return snapshot, "host"
         try:
             snapshot = self._load(record, fingerprint)
         except SnapshotError as error:
@@ -79,6 +93,19 @@ class SnapshotCache:
         metrics.LOADS.labels("store").inc()
         return snapshot, "store"
 
+    def load_ahead(self, context_id: str) -> str:
+        """Load a snapshot nobody asks for yet; says what became of it.
+
+        One that cannot be used is made again when somebody asks.
+        """
+        record = self.records.get(context_id)
+        if record is None or record.status != "ready":
+            return "gone"
+        try:
+            return self.find(record)[1]
+        except SnapshotError as error:
+            return error.code
+
     def expected(self, record: ContextRecord) -> str:
         """The fingerprint that this worker's model gives the record's tokens and policy.
 
@@ -89,20 +116,27 @@ class SnapshotCache:
         return of_context(self.served.card.digest, tokens, record.compression.parameters())
 
     def keep(self, context_id: str, snapshot: Snapshot) -> None:
-        """Hold a snapshot on the device, if it fits at all."""
+        """Hold a snapshot on the device, if it fits at all; what has to give way goes to the host's memory."""
+        self._beside.pop(context_id, None)
         self._hot[context_id] = snapshot
         self._hot.move_to_end(context_id)
-        while self._hot and self._bytes() > self.limit_bytes:
-            self._hot.popitem(last=False)
-        metrics.HOT_BYTES.set(self._bytes())
+        while self._hot and _bytes(self._hot) > self.limit_bytes:
+            gone, coldest = self._hot.popitem(last=False)
+            if coldest.n_bytes <= self.host_bytes:
+                self._beside[gone] = coldest.to(_HOST)
+        while _bytes(self._beside) > self.host_bytes:
+            self._beside.popitem(last=False)
+        self._tell()
 
     def drop(self, context_id: str) -> None:
         """Let a snapshot go."""
         self._hot.pop(context_id, None)
-        metrics.HOT_BYTES.set(self._bytes())
+        self._beside.pop(context_id, None)
+        self._tell()
 
-    def _bytes(self) -> int:
-        return sum(snapshot.n_bytes for snapshot in self._hot.values())
+    def _tell(self) -> None:
+        metrics.HOT_BYTES.labels("device").set(_bytes(self._hot))
+        metrics.HOT_BYTES.labels("host").set(_bytes(self._beside))
 
     def _load(self, record: ContextRecord, fingerprint: str) -> Snapshot:
         model = self.served.model
@@ -110,3 +144,7 @@ class SnapshotCache:
         check_manifest(manifest, model.geometry, fingerprint, self.codecs)
         blobs = self.store.blobs(record.id, manifest.blob_bytes)
         return unpack(manifest, blobs, model, self.served.rotary, self.codecs, self.take)
+
+
+def _bytes(held: OrderedDict[str, Snapshot]) -> int:
+    return sum(snapshot.n_bytes for snapshot in held.values())

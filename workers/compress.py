@@ -25,8 +25,9 @@ from precis.reader import check_manifest, load
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
 from precis.tighten import tighten
-from precis.wire.messages import ContextRecord, FidelityRecord, ProgressEvent, ReadyEvent
+from precis.wire.messages import ProgressEvent, ReadyEvent
 from precis.wire.presets import HEADS, TRANSFORM, Compression
+from precis.wire.records import ContextRecord, FidelityRecord
 from workers import metrics
 from workers.events import emit
 from workers.models import Served

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ import structlog
 
 from precis.wire import keys
 from precis.wire.codec import decode_job, encode
-from precis.wire.messages import Job, WorkerRecord
+from precis.wire.messages import Job, PrefetchJob
+from precis.wire.records import WorkerRecord
 
 MAX_ATTEMPTS = 2  # a job that two workers died on is not tried again
 _DEAD_LIMIT = 1000
+_PREFETCH_LIMIT = 64  # jobs waiting; beyond, loading ahead would only delay them
 
 _FINISH = """
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
@@ -133,6 +136,13 @@ class Queue:
             self._log.error("bad_entry", stream=stream, entry_id=entry_id, error=str(error))
             self.bury(stream, entry_id, fields or {})
             return None
+
+    def prefetch(self, context_id: str) -> None:
+        """Ask a worker that answers to load a snapshot; never beyond what waits anyway."""
+        job = PrefetchJob(f"prefetch_{uuid.uuid4().hex[:12]}", context_id)
+        stream = keys.answer_jobs(self._model)
+        if self._redis.xlen(stream) < _PREFETCH_LIMIT:
+            self._redis.xadd(stream, {"job": encode(job), "attempt": 0})
 
     def finish(self, entry: Entry) -> None:
         """The job is done, failed or cancelled: only now is it gone."""

@@ -27,12 +27,12 @@ from precis.wire.messages import (
     AnswerJob,
     CompressJob,
     FailedEvent,
-    Problem,
+    PrefetchJob,
     ScoredEvent,
     ScoreJob,
     Timings,
-    WorkerRecord,
 )
+from precis.wire.records import Problem, WorkerRecord
 from workers import metrics
 from workers.answer import Batch, already_answered
 from workers.cache import SnapshotCache
@@ -46,6 +46,7 @@ from workers.score import score
 
 _IDLE_BLOCK_MS = 500
 _REAP_S = 1.0
+_KINDS = {CompressJob: "compress", AnswerJob: "answer", ScoreJob: "score", PrefetchJob: "prefetch"}
 _SHARE_S = 1.0  # seconds that answers may take between two chunks of a compression
 
 
@@ -119,15 +120,13 @@ class Worker:
     def _admit(self, block_ms: int | None) -> None:
         """Take what there is room for. While a compression runs, no other is taken."""
         free = self.batch.free
-        streams = [*self.queue.answers, *([] if self._compressing or self._waiting else self.queue.compressions)]
+        compressions = [] if self._compressing or self._waiting else self.queue.compressions
         if free < 1:
             return
         if block_ms is not None:  # whichever comes first; one of each stream at most
-            entries = self.queue.take(streams, 1, block_ms)
+            entries = self.queue.take([*self.queue.answers, *compressions], 1, block_ms)
         else:
-            entries = self.queue.take(self.queue.answers, free, None)
-            if not self._compressing and not self._waiting:
-                entries += self.queue.take(self.queue.compressions, 1, None)
+            entries = self.queue.take(self.queue.answers, free, None) + self.queue.take(compressions, 1, None)
         for entry in entries:
             self.heart.hold(entry)
         for entry in sorted(entries, key=lambda each: isinstance(each.job, CompressJob)):
@@ -146,6 +145,9 @@ class Worker:
                     self._answer(entry, entry.job)
                 case ScoreJob():
                     self._score(entry, entry.job)
+                case PrefetchJob():
+                    metrics.JOBS.labels("prefetch", self.cache.load_ahead(entry.job.context_id)).inc()
+                    self._done(entry)
         except (redis.ConnectionError, redis.TimeoutError):
             self.heart.release(entry)  # its lease runs out, and whoever reaps it begins anew
             raise
@@ -170,7 +172,10 @@ class Worker:
             return
         finally:
             self._compressing = False
-        self.cache.keep(record.id, snapshot)
+        if self.described.role == "compress":
+            self.queue.prefetch(record.id)
+        else:
+            self.cache.keep(record.id, snapshot)
         metrics.JOBS.labels("compress", "done").inc()
         self._done(entry)
 
@@ -255,25 +260,25 @@ class Worker:
     def _failed(self, entry: Entry, error: PrecisError) -> None:
         """The one place where an exception becomes an event and, for a context, a failed record."""
         metrics.ERRORS.labels(error.code).inc()
-        kind = "compress" if isinstance(entry.job, CompressJob) else "answer"
+        kind = _KINDS[type(entry.job)]
         metrics.JOBS.labels(kind, error.code).inc()
         structlog.get_logger("worker").warning("job_ended", job=entry.job.id, code=error.code, why=error.detail)
         if self.heart.lost(entry):
             self.heart.release(entry)
-            return
-        if isinstance(error, ShuttingDown):
+        elif isinstance(error, ShuttingDown):
             self.queue.give_back(entry, died=False)
             self.heart.release(entry)
-            return
-        self._tell_failure(entry, error)
-        self._done(entry)
+        else:
+            self._tell_failure(entry, error)
+            self._done(entry)
 
     def _tell_failure(self, entry: Entry, error: PrecisError) -> None:
         if isinstance(entry.job, CompressJob):
             record = self.records.get(entry.job.id)
             if record is not None:
                 self.records.mark(record, status="failed", error=Problem(error.code, error.detail))
-        emit(self.client, entry.job.id, FailedEvent(error.code, error.detail))
+        if not isinstance(entry.job, PrefetchJob):  # nobody waits for it
+            emit(self.client, entry.job.id, FailedEvent(error.code, error.detail))
 
     def _done(self, entry: Entry) -> None:
         self.heart.release(entry)

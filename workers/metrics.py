@@ -18,6 +18,6 @@ FIRST_TOKEN_SECONDS = Histogram("precis_first_token_seconds", "From request to f
 STEP_SECONDS = Histogram("precis_step_seconds", "One packed forward of the batch.", buckets=_SECONDS)
 TOKENS = Counter("precis_tokens_total", "Tokens, by kind: prefilled, cached, decoded.", ["kind"])
 BATCH = Gauge("precis_batch_size", "Answers being decoded.")
-HOT_BYTES = Gauge("precis_hot_bytes", "Bytes of snapshots held on the device.")
+HOT_BYTES = Gauge("precis_hot_bytes", "Bytes of snapshots held by a worker, by tier: device, host.", ["tier"])
 STORED_BYTES = Counter("precis_snapshot_bytes_total", "Bytes of contexts compressed, by kind: raw, stored.", ["kind"])
 BEAT = Gauge("precis_worker_beat_seconds", "Unix time of the last heartbeat.")

@@ -7,7 +7,7 @@ import structlog
 from precis.core import Snapshot
 from precis.errors import SnapshotError
 from precis.full_cache import Between
-from precis.wire.messages import ContextRecord
+from precis.wire.records import ContextRecord
 from workers import metrics
 from workers.cache import SnapshotCache
 from workers.compress import Compressor

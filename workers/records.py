@@ -10,7 +10,7 @@ import redis
 from precis.errors import SnapshotMissing
 from precis.wire import keys
 from precis.wire.codec import decode_record, record_fields
-from precis.wire.messages import ContextRecord
+from precis.wire.records import ContextRecord
 
 # A record that was deleted meanwhile is not brought back; totals count a context once.
 _MARK = """

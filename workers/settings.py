@@ -28,6 +28,7 @@ class Settings(BaseSettings):
     slots: int = Field(8, ge=1, le=256, description="answers decoded at once: more is throughput, fewer is latency")
     lease_s: float = Field(15.0, ge=0.5, description="seconds after which a silent worker's jobs go to others")
     hot_bytes: int = Field(2 << 30, ge=0, description="bytes of snapshots kept ready on the device")
+    host_bytes: int = Field(8 << 30, ge=0, description="bytes of snapshots kept in host memory beside a GPU")
     seal_key: str = Field("", description="secret that signs snapshots; set it where others can write to the store")
     metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
     role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from precis.wire.messages import ContextRecord, Event, Job, ModelCard, WorkerRecord
+from precis.wire.messages import Event, Job, ModelCard
+from precis.wire.records import ContextRecord, WorkerRecord
 
 _T = TypeVar("_T")
 _FIELDS = {field.name: field for field in msgspec.structs.fields(ContextRecord)}

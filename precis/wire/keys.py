@@ -22,7 +22,7 @@ def compress_jobs(model: str) -> str:
 
 
 def answer_jobs(model: str) -> str:
-    """Stream of AnswerJobs and ScoreJobs; an entry goes when its job is finished."""
+    """Stream of AnswerJobs, ScoreJobs and PrefetchJobs; an entry goes when its job is finished."""
     return f"{{precis}}:jobs:answer:{model}"
 
 

@@ -1,12 +1,10 @@
-"""What crosses a process: jobs, events and records, as msgspec structs. A wrong type fails at decode, with its path."""
+"""What crosses a process: cards, jobs and events, as msgspec structs. A wrong type fails at decode, with its path."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
-
-from precis.wire.presets import Compression
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -117,7 +115,18 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
     sent_at: float
 
 
-Job = CompressJob | AnswerJob | ScoreJob
+class PrefetchJob(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Load a context's snapshot, so that its first question finds it in memory. Nobody waits for it.
+
+    Attributes:
+        id: of the job.
+    """
+
+    id: str
+    context_id: str
+
+
+Job = CompressJob | AnswerJob | ScoreJob | PrefetchJob
 
 
 class TokenEvent(msgspec.Struct, frozen=True, tag="token"):
@@ -207,91 +216,3 @@ class ReadyEvent(msgspec.Struct, frozen=True, tag="ready"):
 
 Event = TokenEvent | CacheEvent | DoneEvent | ScoredEvent | FailedEvent | ProgressEvent | ReadyEvent
 TERMINAL_EVENTS = (DoneEvent, ScoredEvent, FailedEvent, ReadyEvent)
-
-Status = Literal["queued", "prefilling", "compressing", "storing", "ready", "failed"]
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """Why a context failed."""
-
-    code: str
-    detail: str
-
-
-class FidelityRecord(msgspec.Struct, frozen=True):
-    """See `precis.fidelity`."""
-
-    kl: float
-    top1_agreement: float
-    n_tokens: int
-
-
-class ContextRecord(msgspec.Struct, frozen=True):
-    """A context as stored: one hash, one JSON value per field, so that service and worker can each set their own.
-
-    Attributes:
-        template: "chat" or "raw".
-        roles: of the rendered messages; empty for raw.
-        body: span of the caller's text in the tokens.
-        expire_at: Unix time, seconds; None = pinned, never.
-        head_counts: [L][K] kept entries.
-        head_bytes: [L][K] bytes of them, without padding.
-        layer_bytes: [L] stored bytes.
-    """
-
-    id: str
-    model: str
-    tokenizer_digest: str
-    fingerprint: str
-    compression: Compression
-    template: str
-    roles: list[str]
-    body: tuple[int, int]
-    n_tokens: int
-    created_at: float
-    status: Status = "queued"
-    name: str = ""
-    metadata: dict[str, str] = {}
-    pinned: bool = False
-    expire_at: float | None = None
-    last_used_at: float | None = None
-    processed: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    fidelity: FidelityRecord | None = None
-    timings: dict[str, float] = {}
-    head_counts: list[list[int]] = []
-    head_bytes: list[list[int]] = []
-    layer_bytes: list[int] = []
-    error: Problem | None = None
-
-    @property
-    def protected(self) -> list[tuple[int, int]]:
-        """The template's own tokens around the body, which are always kept."""
-        return around(self.body, self.n_tokens)
-
-
-def around(body: tuple[int, int], n_tokens: int) -> list[tuple[int, int]]:
-    """What lies before and after a span."""
-    return [(start, stop) for start, stop in ((0, body[0]), (body[1], n_tokens)) if start < stop]
-
-
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """A live worker; its key expires when it stops beating.
-
-    Attributes:
-        load: answers being decoded.
-        slots: answers that it decodes at once.
-        hot: ids of contexts whose snapshots it holds.
-    """
-
-    id: str
-    pid: int
-    host: str
-    role: str
-    model: str
-    device: str
-    load: int
-    slots: int
-    hot: list[str]
-    started_at: float

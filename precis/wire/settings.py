@@ -33,6 +33,7 @@ WORKER_NAMES = frozenset(
         "slots",
         "lease_s",
         "hot_bytes",
+        "host_bytes",
         "seal_key",
         "metrics_port",
         "role",

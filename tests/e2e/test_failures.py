@@ -346,3 +346,27 @@ def test_no_worker_is_said_after_a_grace_time(own_server: Server, tiny_folder: P
         assert found.status_code == 503
         assert found.json()["code"] == "no_worker"
         assert "retry-after" in found.headers
+
+
+def holders(stack: Stack) -> list[str]:
+    """Roles of workers that hold a snapshot."""
+    return [worker["role"] for worker in stack.http().get("/v1/workers").json()["data"] if worker["hot"]]
+
+
+def test_workers_of_one_role_work_together_and_the_answering_one_loads_ahead(
+    own_server: Server, tiny_folder: Path
+) -> None:
+    with running_stack(own_server, tiny_folder, PRECIS_ROLE="compress") as stack:
+        stack.start_worker("answering", PRECIS_ROLE="answer")
+        context = upload(stack, SHORT)
+        wait_for(lambda: holders(stack) == ["answer"])
+        assert ask(stack, context).headers["x-cache"] == "hit; memory"
+        stack.kill("answering", signal.SIGTERM)
+        stack.start_worker("later", PRECIS_ROLE="answer")
+        url = f"/v1/contexts/{context['id']}/prefetch"
+        asked = stack.http().post(url)
+        assert (asked.status_code, asked.json()["status"]) == (202, "queued")
+        wait_for(lambda: holders(stack) == ["answer"])
+        assert stack.http().post(url).json()["status"] == "held"
+        assert ask(stack, context).headers["x-cache"] == "hit; memory"
+        assert stack.http().post("/v1/contexts/ctx_none/prefetch").status_code == 404

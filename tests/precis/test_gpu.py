@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from precis.attention import triton_runs
 from precis.attention.plug import attach
+from precis.attention.ragged import New, runs_of
 from precis.engine import step
 from precis.families import Rotary
 from precis.pipeline import answer, compress
@@ -15,6 +19,7 @@ from precis.session import Feed, Session
 from precis.views.sage import SageView
 from precis.wire.presets import CODEC_NAMES, PRESETS, Compression
 from tests.precis.build import N_CONTEXT, asked, attached, cut, document, read, tokens, with_tables
+from tests.precis.test_ragged import case, expected_of
 from tests.tiny import FAMILIES, tiny
 
 pytestmark = [
@@ -33,6 +38,27 @@ def test_logits_on_the_gpu_equal_those_on_the_cpu(family: str) -> None:
     snapshot = compress(on_gpu, Rotary(on_gpu, 512), document(token_ids[:N_CONTEXT]), Compression("full", 1.0, "raw16"))
     found = step(on_gpu, [Feed(Session.on(snapshot.snapshot), query, all_logits=True)])[0]
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=0)  # raw16 of a float32 model rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+def test_the_triton_kernels_equal_torch(head_dim: int, dtype: torch.dtype) -> None:
+    for options in ({}, {"window": 400}, {"softcap": 2.0}, {"sinks": True}, {"bias": True}, {"causal": True}):
+        made = case(1, head_dim, 24, lengths=(980, 25), dtype=dtype, **options)
+        expected, n_kv_heads = expected_of(made), made.new.key.shape[0]
+        own = made.new
+        new = New(own.query.cuda(), own.key.cuda(), own.value.cuda(), own.positions.cuda())
+        bias = [part.bias if part.bias is None else part.bias.cuda() for part in made.segments]
+        there = [
+            replace(part, keys=part.keys.cuda(), values=part.values.cuda(), positions=part.positions.cuda(), bias=extra)
+            for part, extra in zip(made.segments, bias, strict=True)
+        ]
+        rows, size = 24 * new.query.shape[0] // n_kv_heads, head_dim * dtype.itemsize
+        [units] = triton_runs.units_of([runs_of(there)], rows, n_kv_heads, size, new.key.device)
+        sinks = None if made.sinks is None else made.sinks.cuda()
+        found = triton_runs.attend(new, units, sinks=sinks, **made.options).float().cpu()  # type: ignore[arg-type]
+        close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(found, expected, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)

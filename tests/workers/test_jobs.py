@@ -11,7 +11,8 @@ import pytest
 from precis.errors import QueueFull
 from precis.wire import keys
 from precis.wire.codec import encode
-from precis.wire.messages import AnswerJob, CompressJob, Sampling, WorkerRecord
+from precis.wire.messages import AnswerJob, CompressJob, Sampling
+from precis.wire.records import WorkerRecord
 from service.jobs import Jobs
 from service.store import connect
 from tests.stack import Server, wait_for

@@ -2,6 +2,7 @@
 
 PrecisError
 ├─ RequestError            the caller can fix it
+│  ├─ Unauthorized · Forbidden · QuotaExceeded · RateLimited
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
 │  ├─ ArtifactMissing
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
@@ -55,6 +56,22 @@ class WorkerError(PrecisError):
     """The machine failed, or the work was stopped."""
 
     code = "worker_failed"
+
+
+class Unauthorized(RequestError):
+    code = "unauthorized"
+
+
+class Forbidden(RequestError):
+    code = "forbidden"
+
+
+class QuotaExceeded(RequestError):
+    code = "quota_exceeded"
+
+
+class RateLimited(RequestError):
+    code = "rate_limited"
 
 
 class InvalidRequest(RequestError):

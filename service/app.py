@@ -14,19 +14,20 @@ from typing import Any
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from precis import __version__
 from precis.errors import BodyTooLarge
 from precis.wire import logs
-from service import chat, contexts, metrics, problems, progress, queries, system
+from service import admin, audit, chat, contexts, metrics, problems, progress, queries, system
+from service.access import Access, needs
 from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs
 from service.records import Records
-from service.settings import Settings, load
+from service.settings import Settings, check_exposure, load, quota_of
 from service.state import State
 from service.store import connect
 
@@ -47,6 +48,7 @@ def create_app(settings: Settings) -> FastAPI:
             jobs=Jobs(stores.queue, settings.answer_queue_limit),
             fleet=Fleet(stores.queue, settings.worker_grace_s),
             follower=Follower(stores.queue, uuid.uuid4().hex[:12]),
+            access=Access(stores.queue, settings.admin_key, quota_of(settings)),
         )
         app.state.precis = state
         await state.follower.start()
@@ -66,8 +68,10 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=_operation_id,
     )
     problems.install(app)
+    app.include_router(system.open_router)
     for module in (contexts, progress, queries, chat, system):
-        app.include_router(module.router)
+        app.include_router(module.router, dependencies=[Depends(needs("ask"))])
+    app.include_router(admin.router)
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes)
     return app
 
@@ -108,6 +112,7 @@ class Watch:
             else:
                 await self._app(scope, self._bounded(receive), noting)
         finally:
+            await audit.note(scope, _route(scope), status)
             metrics.REQUESTS.labels(scope["method"], _route(scope), status).inc()
             log = structlog.get_logger("http")
             (log.debug if scope["path"] in _QUIET else log.info)(
@@ -172,6 +177,11 @@ def main(arguments: list[str]) -> None:
     """
     logs.configure()
     settings = load()
+    check_exposure(settings.host, settings.admin_key, open_to_all=settings.open)
+    if not settings.admin_key:
+        structlog.get_logger("api").warning(
+            "no_keys", why="PRECIS_ADMIN_KEY is not set: whoever reaches the port may do all"
+        )
     app = create_app(settings)
     config = uvicorn.Config(
         app,

@@ -15,6 +15,7 @@ from precis.errors import InvalidRequest, PrecisError
 from precis.wire.messages import AnswerJob, DoneEvent, Sampling, TokenLogprob
 from precis.wire.records import ContextRecord
 from service import metrics, sse
+from service.access import CallerDep
 from service.asking import Asked, begin, check_room, collect, usage_of
 from service.contexts import int32_bytes
 from service.problems import body_of
@@ -27,11 +28,11 @@ _DEFAULT_MAX_TOKENS = 1024
 
 
 @router.post("/completions")
-async def complete(wanted: ChatIn, request: Request, state: StateDep) -> Response:
+async def complete(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete a chat whose beginning is the context named by `context`."""
     if not wanted.context:
         raise InvalidRequest("name a context: extra_body={'context': 'ctx_...'}", param="context")
-    record = await state.ready_context(wanted.context)
+    record = await state.ready_context(wanted.context, caller.tenant)
     if wanted.model and wanted.model != record.model:
         raise InvalidRequest(f"the context was made with {record.model}, not with {wanted.model}", param="model")
     if record.template == "raw":

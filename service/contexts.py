@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
@@ -23,11 +23,13 @@ from precis.text import ContextPart, Prompter
 from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
 from precis.wire.records import ContextRecord
+from service.access import CallerDep, needs
 from service.records import expired
 from service.schemas import CodecIn, ContextIn, ContextPatch, context_out, kept_ratio
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+_WRITES = [Depends(needs("write"))]
 _BODY = {
     "requestBody": {
         "required": True,
@@ -49,16 +51,20 @@ _BODY = {
 _WAIT_LIMIT_S = 3600.0
 
 
-@router.post("", openapi_extra=_BODY, status_code=202)
+@router.post("", openapi_extra=_BODY, status_code=202, dependencies=_WRITES)
 async def create_context(
-    request: Request, state: StateDep, wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None
+    request: Request,
+    state: StateDep,
+    caller: CallerDep,
+    wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None,
 ) -> Response:
     """Upload a document; 202 while it is being compressed, 200 when it is there already or got ready within `wait`."""
     wanted = await _read(request)
-    record, token_ids = await prepare(state, wanted)
+    record, token_ids = await prepare(state, wanted, caller.tenant)
     await state.fleet.need_worker(record.model, job="compress")
-    await state.records.check_room(record.compression.estimated_bytes(record.raw_bytes))
-    record, new = await state.records.create(record, token_ids)
+    await state.records.check_room(record.reserved_bytes)
+    request.state.target = record.id
+    record, new = await state.records.create(record, token_ids, await state.access.quota(caller.tenant))
     if wait is not None and record.status not in ("ready", "failed"):
         record = await _wait(state, record, wait)
     status = 200 if record.status in ("ready", "failed") or not new else 202
@@ -88,7 +94,7 @@ async def _read(request: Request) -> ContextIn:
         raise RequestValidationError(located) from error
 
 
-async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes]:
+async def prepare(state: State, wanted: ContextIn, tenant: str) -> tuple[ContextRecord, bytes]:
     """Check and tokenize an upload.
 
     Raises:
@@ -121,7 +127,7 @@ async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes
         )
     check_budget(n_tokens, how, part.protected)
     token_ids = int32_bytes(part.token_ids)
-    now = time.time()
+    now, raw_bytes = time.time(), n_tokens * card.raw_bytes_per_token
     record = ContextRecord(
         id=f"ctx_{uuid.uuid4().hex[:20]}",
         model=card.name,
@@ -137,7 +143,9 @@ async def prepare(state: State, wanted: ContextIn) -> tuple[ContextRecord, bytes
         metadata=wanted.metadata,
         pinned=wanted.pinned,
         expire_at=_expire_at(state, wanted, now),
-        raw_bytes=n_tokens * card.raw_bytes_per_token,
+        raw_bytes=raw_bytes,
+        tenant=tenant,
+        reserved_bytes=how.estimated_bytes(raw_bytes),
     )
     return record, token_ids
 
@@ -180,7 +188,7 @@ async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextR
         while record.status not in ("ready", "failed") and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(subscription.queue.get(), min(1.0, max(0.01, deadline - time.monotonic())))
-            record = await state.records.get(record.id)
+            record = await state.records.get(record.id, record.tenant)
     finally:
         state.follower.unfollow(subscription)
     return record
@@ -189,6 +197,7 @@ async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextR
 @router.get("")
 async def list_contexts(
     state: StateDep,
+    caller: CallerDep,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: str | None = None,
     status: str | None = None,
@@ -198,7 +207,7 @@ async def list_contexts(
     found: list[dict[str, Any]] = []
     has_more = True
     while has_more and len(found) < limit:
-        page = await state.records.page(limit, after)
+        page = await state.records.page(caller.tenant, limit, after)
         has_more = len(page) == limit
         for record in page:
             shown = context_out(record)
@@ -209,17 +218,17 @@ async def list_contexts(
 
 
 @router.get("/{context_id}")
-async def get_context(context_id: str, state: StateDep) -> dict[str, Any]:
+async def get_context(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """One context, whatever its status."""
-    return context_out(await state.records.get(context_id))
+    return context_out(await state.records.get(context_id, caller.tenant))
 
 
-@router.patch("/{context_id}")
-async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep) -> dict[str, Any]:
+@router.patch("/{context_id}", dependencies=_WRITES)
+async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """Change expiry, pin, name or metadata; or keep less, which makes the context queued until it is cut."""
-    record = await state.records.get(context_id)
+    record = await state.records.get(context_id, caller.tenant)
     if expired(record):
-        record = await state.ready_context(context_id)
+        record = await state.ready_context(context_id, caller.tenant)
     changes: dict[str, Any] = wanted.model_dump(include={"name", "metadata"}, exclude_none=True)
     if wanted.pinned is not None or wanted.ttl_s is not None or wanted.expire_time is not None:
         changes |= {"pinned": bool(wanted.pinned), "expire_at": _expire_at(state, wanted, time.time())}
@@ -231,17 +240,17 @@ async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep) 
 
 
 async def _tighten(state: State, record: ContextRecord, keep_ratio: float) -> ContextRecord:
-    record = await state.ready_context(record.id)
+    record = await state.ready_context(record.id, record.tenant)
     card = await state.fleet.card(record.model)
     how = tighter(record.compression, keep_ratio, record.n_tokens, kept_ratio(record) or 1.0, record.protected)
     await state.fleet.need_worker(record.model, job="compress")
     return await state.records.tighten(record, how, card.digest)
 
 
-@router.delete("/{context_id}")
-async def delete_context(context_id: str, state: StateDep) -> dict[str, Any]:
+@router.delete("/{context_id}", dependencies=_WRITES)
+async def delete_context(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """Take a context away; a running compression is cancelled."""
-    record = await state.records.get(context_id)
+    record = await state.records.get(context_id, caller.tenant)
     if record.status not in ("ready", "failed"):
         await state.jobs.cancel(context_id)
     freed = await state.records.delete(record)
@@ -249,18 +258,18 @@ async def delete_context(context_id: str, state: StateDep) -> dict[str, Any]:
 
 
 @router.post("/{context_id}/prefetch", status_code=202)
-async def prefetch_context(context_id: str, state: StateDep) -> dict[str, Any]:
+async def prefetch_context(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """Let a worker load the snapshot before the first question; `held` says that one has it already."""
-    record = await state.ready_context(context_id)
+    record = await state.ready_context(context_id, caller.tenant)
     workers = await state.fleet.need_worker(record.model, job="answer")
     queued = await state.jobs.prefetch(context_id, record.model, workers)
     return {"id": context_id, "object": "prefetch", "status": "queued" if queued else "held"}
 
 
 @router.get("/{context_id}/heads")
-async def get_heads(context_id: str, state: StateDep) -> dict[str, Any]:
+async def get_heads(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """Kept entries and bytes per layer and kv head."""
-    record = await state.ready_context(context_id)
+    record = await state.ready_context(context_id, caller.tenant)
     layers = [
         {
             "layer": layer,

@@ -18,6 +18,10 @@ from service import metrics
 STATUS: dict[type[errors.PrecisError], int] = {
     errors.PrecisError: 500,
     errors.RequestError: 422,
+    errors.Unauthorized: 401,
+    errors.Forbidden: 403,
+    errors.QuotaExceeded: 429,
+    errors.RateLimited: 429,
     errors.InvalidRequest: 422,
     errors.EmptyDocument: 422,
     errors.BudgetTooSmall: 422,
@@ -48,7 +52,14 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.JobCancelled: 499,
     errors.InternalError: 500,
 }
-_OPENAI_TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 _RETRY_S = {errors.NoWorker: 5, errors.ShuttingDown: 2, errors.JobLost: 1}
 
 
@@ -75,13 +86,18 @@ def body_of(error: errors.PrecisError, path: str) -> dict[str, Any]:
 def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
     """The response that tells of an error."""
     metrics.ERRORS.labels(error.code).inc()
-    retry = error.extra.get("retry_after_s", _RETRY_S.get(type(error)))
     return JSONResponse(
         body_of(error, path),
         STATUS[type(error)],
-        headers={"Retry-After": str(retry)} if retry is not None else None,
+        headers=_headers(error),
         media_type="application/json" if is_openai(path) else "application/problem+json",
     )
+
+
+def _headers(error: errors.PrecisError) -> dict[str, str]:
+    retry = error.extra.get("retry_after_s", _RETRY_S.get(type(error)))
+    headers = {} if retry is None else {"Retry-After": str(retry)}
+    return headers | ({"WWW-Authenticate": "Bearer"} if isinstance(error, errors.Unauthorized) else {})
 
 
 def install(app: FastAPI) -> None:

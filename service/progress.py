@@ -15,6 +15,7 @@ from precis.wire.codec import decode_event
 from precis.wire.messages import Event, FailedEvent, ProgressEvent, ReadyEvent
 from precis.wire.records import ContextRecord
 from service import sse
+from service.access import CallerDep
 from service.events import Subscription, events_of
 from service.state import State, StateDep
 
@@ -23,14 +24,14 @@ router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])
 
 @router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
 async def context_events(
-    context_id: str, state: StateDep, last_event_id: Annotated[str | None, Header()] = None
+    context_id: str, state: StateDep, caller: CallerDep, last_event_id: Annotated[str | None, Header()] = None
 ) -> Response:
     """Follow a context's work as server-sent events: queued, prefill, score, search, scored, tighten,
     storing, stored, ready or failed."""
     after = last_event_id or "0-0"
     if not all(part.isdigit() for part in after.split("-")) or after.count("-") > 1:
         raise InvalidRequest("Last-Event-ID must be an id that this stream sent")
-    record = await state.records.get(context_id)
+    record = await state.records.get(context_id, caller.tenant)
     subscription = await state.follower.follow(record.id, after)
 
     async def close() -> None:

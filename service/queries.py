@@ -25,6 +25,7 @@ from precis.wire.messages import (
 )
 from precis.wire.records import ContextRecord
 from service import metrics, sse
+from service.access import CallerDep
 from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes
 from service.schemas import QueryIn, ScoreIn
@@ -35,9 +36,9 @@ _DEFAULT_MAX_TOKENS = 256
 
 
 @router.post("/queries")
-async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep) -> Response:
+async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer a question on top of a context's snapshot."""
-    record = await state.ready_context(context_id)
+    record = await state.ready_context(context_id, caller.tenant)
     card, prompter = await model_of(state, record)
     token_ids = query_tokens(prompter, record, wanted)
     max_tokens = check_room(card, record, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
@@ -150,9 +151,9 @@ def logprob_out(found: TokenLogprob) -> dict[str, Any]:
 
 
 @router.post("/score")
-async def score(context_id: str, wanted: ScoreIn, request: Request, state: StateDep) -> Response:
+async def score(context_id: str, wanted: ScoreIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Log-probabilities of continuations on the compressed cache."""
-    record = await state.ready_context(context_id)
+    record = await state.ready_context(context_id, caller.tenant)
     card, prompter = await model_of(state, record)
     items = []
     n_tokens = 0

@@ -9,73 +9,21 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from precis.errors import ContextNotFound, ContextNotReady, InvalidRequest, QueueFull, StoreFull
+from precis.errors import ContextNotFound, ContextNotReady, InvalidRequest, QueueFull, QuotaExceeded, StoreFull
 from precis.fingerprint import of_context
 from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob
 from precis.wire.presets import Compression
-from precis.wire.records import ContextRecord
+from precis.wire.records import ContextRecord, Quota
 from service import metrics
+from service.scripts import CREATE, PATCH, REMOVE, REQUEUE
 from service.store import Stores
 
 _TOMBSTONE_S = 86400
 _SWEEP_S = 1.0
+_QUOTAS = {"contexts": "contexts", "bytes": "stored bytes", "active": "contexts waiting or being compressed"}
 _FILL = 0.9  # share of the store's memory that snapshots may take
-_CREATE = """
-local found = redis.call('GET', KEYS[1])
-if found then return found end
-if redis.call('XLEN', KEYS[6]) >= tonumber(ARGV[4]) then return 'full' end
-redis.call('SET', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[2], unpack(ARGV, 7))
-redis.call('SET', KEYS[3], ARGV[6])
-redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
-if ARGV[3] ~= '' then redis.call('ZADD', KEYS[5], ARGV[3], ARGV[1]) end
-redis.call('XADD', KEYS[6], '*', 'job', ARGV[5], 'attempt', 0)
-return ARGV[1]
-"""
-# Takes everything of a context away but, for an expiry, the record, which says so for a day.
-_REMOVE = """
-local existed = redis.call('EXISTS', KEYS[1])
-if existed == 0 then return 0 end
-if redis.call('HGET', KEYS[1], 'status') == '"ready"' then
-  redis.call('HINCRBY', KEYS[7], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
-  redis.call('HINCRBY', KEYS[7], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
-end
-if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
-redis.call('UNLINK', KEYS[2])
-redis.call('ZREM', KEYS[5], ARGV[1])
-if ARGV[2] == '' then
-  redis.call('UNLINK', KEYS[1], KEYS[8])
-  redis.call('ZREM', KEYS[4], ARGV[1])
-  redis.call('ZREM', KEYS[6], ARGV[1])
-else
-  redis.call('HSET', KEYS[1], 'status', '"failed"', 'error', ARGV[3])
-  redis.call('ZADD', KEYS[6], ARGV[2], ARGV[1])
-end
-return 1
-"""
-_PATCH = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
-if ARGV[2] == '' then redis.call('ZREM', KEYS[2], ARGV[1]) else redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1]) end
-return 1
-"""
-# Queues a ready context once more, with a smaller budget; from then on it is another upload's equal.
-_REQUEUE = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end
-if redis.call('HGET', KEYS[1], 'status') ~= '"ready"' or redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'changed' end
-if redis.call('EXISTS', KEYS[3]) == 1 then return redis.call('GET', KEYS[3]) end
-if redis.call('XLEN', KEYS[5]) >= tonumber(ARGV[2]) then return 'full' end
-redis.call('HINCRBY', KEYS[4], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
-redis.call('HINCRBY', KEYS[4], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
-redis.call('DEL', KEYS[2])
-redis.call('SET', KEYS[3], ARGV[1])
-redis.call('HSET', KEYS[1], unpack(ARGV, 4))
-redis.call('UNLINK', KEYS[6])
-redis.call('XADD', KEYS[5], '*', 'job', ARGV[3], 'attempt', 0)
-return 'queued'
-"""
 
 
 class Records:
@@ -84,33 +32,38 @@ class Records:
     def __init__(self, stores: Stores, compress_limit: int) -> None:
         self._queue, self._store = stores.queue, stores.snapshots
         self._limit = compress_limit
-        self._create = self._queue.register_script(_CREATE)
-        self._remove = self._queue.register_script(_REMOVE)
-        self._patch = self._queue.register_script(_PATCH)
-        self._requeue = self._queue.register_script(_REQUEUE)
+        self._create = self._queue.register_script(CREATE)
+        self._remove = self._queue.register_script(REMOVE)
+        self._patch = self._queue.register_script(PATCH)
+        self._requeue = self._queue.register_script(REQUEUE)
 
-    async def create(self, record: ContextRecord, token_ids: bytes) -> tuple[ContextRecord, bool]:
+    async def create(self, record: ContextRecord, token_ids: bytes, quota: Quota) -> tuple[ContextRecord, bool]:
         """Store a context and queue its compression, or find the one that already has this fingerprint.
 
         Returns:
             The record, and whether it is new.
 
         Raises:
-            QueueFull: if too many contexts wait; nothing was stored then.
+            QueueFull, QuotaExceeded: if too many contexts wait, or the tenant has too many; nothing was stored then.
         """
         fields = [part for pair in whole_record(record).items() for part in pair]
         where = [
-            keys.fingerprint(record.fingerprint),
+            keys.fingerprint(record.tenant, record.fingerprint),
             keys.context(record.id),
             keys.tokens(record.id),
-            keys.CONTEXTS,
+            keys.contexts(record.tenant),
             keys.EXPIRY,
             keys.compress_jobs(record.model),
+            keys.TOTALS,
+            keys.usage(record.tenant),
         ]
         expire = "" if record.expire_at is None else record.expire_at
-        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), token_ids, *fields]
+        bounds = [quota.max_contexts, quota.max_bytes, quota.max_active, record.reserved_bytes]
+        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), token_ids]
         for _ in range(2):
-            answer: str = (await self._create(keys=where, args=args)).decode()
+            answer: str = (await self._create(keys=where, args=[*args, *bounds, *fields])).decode()
+            if answer.startswith("quota:"):
+                raise QuotaExceeded(_over(answer.removeprefix("quota:"), quota), quota=answer.removeprefix("quota:"))
             if answer == "full":
                 raise QueueFull(
                     f"{self._limit} contexts are waiting or running, which is the limit: try again", retry_after_s=10
@@ -145,30 +98,30 @@ class Records:
         """A record, or None."""
         return decode_record(await self._queue.hgetall(keys.context(context_id)))
 
-    async def get(self, context_id: str) -> ContextRecord:
-        """A record.
+    async def get(self, context_id: str, tenant: str) -> ContextRecord:
+        """A tenant's record.
 
         Raises:
-            ContextNotFound: if there is none.
+            ContextNotFound: if there is none, or it is another tenant's: both answers are the same.
         """
         record = await self.find(context_id)
-        if record is None:
+        if record is None or record.tenant != tenant:
             raise ContextNotFound(f"there is no context {context_id}")
         return record
 
-    async def page(self, limit: int, after: str | None) -> list[ContextRecord]:
-        """Records from the newest on, `limit` at most, after the one named.
+    async def page(self, tenant: str, limit: int, after: str | None) -> list[ContextRecord]:
+        """A tenant's records from the newest on, `limit` at most, after the one named.
 
         Raises:
             ContextNotFound: if `after` names none.
         """
         start = 0
         if after is not None:
-            rank = await self._queue.zrevrank(keys.CONTEXTS, after)
+            rank = await self._queue.zrevrank(keys.contexts(tenant), after)
             if rank is None:
                 raise ContextNotFound(f"there is no context {after}")
             start = rank + 1
-        ids = await self._queue.zrevrange(keys.CONTEXTS, start, start + limit - 1)
+        ids = await self._queue.zrevrange(keys.contexts(tenant), start, start + limit - 1)
         async with self._queue.pipeline(transaction=False) as pipe:
             for raw in ids:
                 pipe.hgetall(keys.context(raw.decode()))
@@ -188,7 +141,7 @@ class Records:
             raise ContextNotFound(f"there is no context {record.id}")
         for key in await self._parts(record.id):
             await (self._store.persist(key) if expire_at is None else self._store.pexpireat(key, int(expire_at * 1000)))
-        return await self.get(record.id)
+        return await self.get(record.id, record.tenant)
 
     async def tighten(self, record: ContextRecord, how: Compression, model_digest: str) -> ContextRecord:
         """Queue a ready context to be cut down to a smaller budget.
@@ -210,11 +163,12 @@ class Records:
         changes = record_fields(compression=how, fingerprint=fingerprint, status="queued", fidelity=None)
         where = [
             keys.context(record.id),
-            keys.fingerprint(record.fingerprint),
-            keys.fingerprint(fingerprint),
+            keys.fingerprint(record.tenant, record.fingerprint),
+            keys.fingerprint(record.tenant, fingerprint),
             keys.TOTALS,
             keys.compress_jobs(record.model),
             keys.events(record.id),  # those of the first compression end with ready
+            keys.usage(record.tenant),
         ]
         fields = [part for pair in changes.items() for part in pair]
         args = [record.id, self._limit, encode(CompressJob(record.id)), *fields]
@@ -227,7 +181,7 @@ class Records:
             raise QueueFull(f"{self._limit} contexts are waiting or running, which is the limit", retry_after_s=10)
         if answer != "queued":
             raise InvalidRequest(f"context {answer} has the same document at this budget already")
-        return await self.get(record.id)
+        return await self.get(record.id, record.tenant)
 
     async def delete(self, record: ContextRecord) -> int:
         """Take a context away with all that is stored of it.
@@ -250,12 +204,13 @@ class Records:
         where = [
             keys.context(record.id),
             keys.tokens(record.id),
-            keys.fingerprint(record.fingerprint),
-            keys.CONTEXTS,
+            keys.fingerprint(record.tenant, record.fingerprint),
+            keys.contexts(record.tenant),
             keys.EXPIRY,
             keys.TOMBSTONES,
             keys.TOTALS,
             keys.events(record.id),
+            keys.usage(record.tenant),
         ]
         expired_error = '{"code":"context_expired","detail":"the context has expired"}'
         await self._remove(keys=where, args=[record.id, tombstone, expired_error])
@@ -295,3 +250,9 @@ def expired(record: ContextRecord) -> bool:
     """Whether a context has reached its expiry."""
     gone = record.error is not None and record.error.code == "context_expired"
     return gone or (record.expire_at is not None and record.expire_at <= time.time())
+
+
+def _over(what: str, quota: Quota) -> str:
+    bound = {"contexts": quota.max_contexts, "bytes": quota.max_bytes, "active": quota.max_active}[what]
+    advice = "wait until some are ready" if what == "active" else "delete contexts, or ask for a larger quota"
+    return f"the quota of {bound:,} {_QUOTAS[what]} is used up: {advice}"

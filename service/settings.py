@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from precis.wire.presets import AUTO
+from precis.wire.records import Quota
 from precis.wire.settings import PREFIX, refuse_unknown
+
+_SHORTEST_KEY = 16
 
 
 class Settings(BaseSettings):
@@ -28,7 +32,44 @@ class Settings(BaseSettings):
         600.0, gt=0, description="seconds without any event after which an answer is given up"
     )
     worker_grace_s: float = Field(10.0, ge=0, description="seconds without a live worker before requests get 503")
+    admin_key: str = Field("", description="secret that makes keys; with it every request needs a key")
+    open: bool = Field(False, description="without admin_key: let everybody in who reaches the port, not only loopback")
+    quota_contexts: int = Field(0, ge=0, description="contexts of a tenant that has no quota of its own; 0: any number")
+    quota_bytes: int = Field(0, ge=0, description="stored bytes of such a tenant; 0: any number")
+    quota_active: int = Field(0, ge=0, description="contexts of such a tenant that wait or are compressed; 0: any")
+    quota_requests_per_minute: int = Field(0, ge=0, description="requests a minute of such a tenant; 0: any number")
     default_policy: str = Field(AUTO, description="policy of uploads that name none")
+
+
+def check_exposure(host: str, admin_key: str, *, open_to_all: bool) -> None:
+    """Stop the start of a server that would let strangers in.
+
+    Raises:
+        SystemExit: saying what to set.
+    """
+    if admin_key and len(admin_key) < _SHORTEST_KEY:
+        raise SystemExit(f"PRECIS_ADMIN_KEY needs at least {_SHORTEST_KEY} characters")
+    if admin_key or open_to_all or is_loopback(host):
+        return
+    raise SystemExit(
+        f"without keys the server listens on loopback only, not on {host}: set PRECIS_ADMIN_KEY to a long secret and "
+        "make keys with `precis keys create`, or set PRECIS_OPEN=true if something else guards the port"
+    )
+
+
+def quota_of(settings: Settings) -> Quota:
+    """The bounds of tenants that have none of their own."""
+    return Quota(
+        settings.quota_contexts, settings.quota_bytes, settings.quota_active, settings.quota_requests_per_minute
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def load() -> Settings:

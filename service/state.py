@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from precis import errors
 from precis.wire.records import ContextRecord
+from service.access import Access
 from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs
@@ -27,15 +28,16 @@ class State:
     jobs: Jobs
     fleet: Fleet
     follower: Follower
+    access: Access
     draining: bool = field(default=False)
 
-    async def ready_context(self, context_id: str) -> ContextRecord:
+    async def ready_context(self, context_id: str, tenant: str) -> ContextRecord:
         """A context that can be asked.
 
         Raises:
             ContextNotFound, ContextExpired, ContextFailed, ContextNotReady: whichever it is.
         """
-        record = await self.records.get(context_id)
+        record = await self.records.get(context_id, tenant)
         if expired(record):
             raise errors.ContextExpired(f"context {context_id} has expired: upload it again")
         if record.status == "failed":

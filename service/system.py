@@ -16,9 +16,10 @@ from service import metrics
 from service.state import State, StateDep
 
 router = APIRouter(tags=["system"])
+open_router = APIRouter(tags=["system"])  # needs no key: says nothing of anybody's data
 
 
-@router.get("/")
+@open_router.get("/")
 async def index() -> dict[str, Any]:
     """What this is and where to go."""
     return {"name": "precis", "version": __version__, "openapi": "/openapi.json", "contexts": "/v1/contexts"}
@@ -69,13 +70,13 @@ async def list_workers(state: StateDep) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-@router.get("/healthz")
+@open_router.get("/healthz")
 async def healthz() -> dict[str, str]:
     """Whether the process is alive."""
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@open_router.get("/readyz")
 async def readyz(request: Request) -> Response:
     """Whether requests can be served: the stores answer and a worker lives."""
     state: State = request.app.state.precis
@@ -94,7 +95,7 @@ async def readyz(request: Request) -> Response:
     )
 
 
-@router.get("/metrics")
+@open_router.get("/metrics")
 async def prometheus(request: Request) -> Response:
     """Metrics of this process, with queue depths and totals read now."""
     state: State = request.app.state.precis

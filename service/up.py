@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from service import embedded
+from service.settings import check_exposure
 
 _COLOURS = {"valkey": "magenta", "api": "cyan", "worker": "green", "precis": "bold"}
 _STOP_S = 40.0
@@ -68,6 +69,11 @@ class Supervisor:
     def run(self) -> int:
         """Start, supervise, stop; the exit code."""
         options = self._options
+        try:
+            check_exposure(options.host, os.environ.get("PRECIS_ADMIN_KEY", ""), open_to_all=_is_open(os.environ))
+        except SystemExit as error:
+            self._say(str(error))
+            return 1
         options.data_dir.mkdir(parents=True, exist_ok=True)
         if not self._take_lock():
             return 1
@@ -112,6 +118,7 @@ class Supervisor:
     def _start_all(self, listening: socket.socket) -> None:
         options = self._options
         environment = {**os.environ, "PRECIS_DATA_DIR": str(options.data_dir), "PRECIS_MODEL": options.model}
+        environment["PRECIS_HOST"] = options.host
         environment |= {"PRECIS_DEFAULT_POLICY": options.policy, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PRECIS_METRICS_PORT", "0")
         environment.pop("PRECIS_PORT", None)
@@ -253,3 +260,7 @@ class Supervisor:
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.close()
+
+
+def _is_open(environment: Mapping[str, str]) -> bool:
+    return environment.get("PRECIS_OPEN", "").lower() in ("1", "true", "yes", "on")

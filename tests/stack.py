@@ -179,7 +179,7 @@ class Stack:
 
     def worker_pids(self) -> list[int]:
         """Of the workers that the API sees."""
-        return [worker["pid"] for worker in httpx.get(f"{self.base_url}/v1/workers").json()["data"]]
+        return [worker["pid"] for worker in self.http().get("/v1/workers").json()["data"]]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """End a process by a signal and wait for it."""
@@ -193,7 +193,9 @@ class Stack:
 
     def http(self, **options: Any) -> httpx.Client:
         """A client of the API."""
-        return httpx.Client(base_url=self.base_url, timeout=120, **options)
+        key = self.environment.get("PRECIS_ADMIN_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.base_url, timeout=120, **{"headers": headers, **options})
 
     def close(self) -> None:
         """End every process."""

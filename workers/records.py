@@ -9,27 +9,22 @@ import redis
 
 from precis.errors import SnapshotMissing
 from precis.wire import keys
+from precis.wire.accounts import ACCOUNT
 from precis.wire.codec import decode_record, record_fields
 from precis.wire.records import ContextRecord
 
-# A record that was deleted meanwhile is not brought back; totals count a context once.
-_MARK = """
+# A record that was deleted meanwhile is not brought back.
+_MARK = (
+    ACCOUNT
+    + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local before = redis.call('HGET', KEYS[1], 'status')
-redis.call('HSET', KEYS[1], unpack(ARGV, 5))
-if ARGV[1] == 'ready' and before ~= '"ready"' then
-  redis.call('HINCRBY', KEYS[2], 'raw_bytes', ARGV[2])
-  redis.call('HINCRBY', KEYS[2], 'stored_bytes', ARGV[3])
-end
-if ARGV[1] == 'failed' then
-  if before == '"ready"' then
-    redis.call('HINCRBY', KEYS[2], 'raw_bytes', -tonumber(redis.call('HGET', KEYS[1], 'raw_bytes')))
-    redis.call('HINCRBY', KEYS[2], 'stored_bytes', -tonumber(redis.call('HGET', KEYS[1], 'stored_bytes')))
-  end
-  if redis.call('GET', KEYS[3]) == ARGV[4] then redis.call('DEL', KEYS[3]) end
-end
+account(-1, KEYS[1], KEYS[2], KEYS[4])
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+account(1, KEYS[1], KEYS[2], KEYS[4])
+if ARGV[1] == 'failed' and redis.call('GET', KEYS[3]) == ARGV[2] then redis.call('DEL', KEYS[3]) end
 return 1
 """
+)
 
 
 class Records:
@@ -59,9 +54,13 @@ class Records:
         """Set fields; False if the context was deleted meanwhile."""
         fields = [part for pair in record_fields(**changes).items() for part in pair]
         status = changes.get("status", "")
-        args = [status, changes.get("raw_bytes", 0), changes.get("stored_bytes", 0), record.id, *fields]
-        where = [keys.context(record.id), keys.TOTALS, keys.fingerprint(record.fingerprint)]
-        return bool(self._mark(keys=where, args=args))
+        where = [
+            keys.context(record.id),
+            keys.TOTALS,
+            keys.fingerprint(record.tenant, record.fingerprint),
+            keys.usage(record.tenant),
+        ]
+        return bool(self._mark(keys=where, args=[status, record.id, *fields]))
 
     def touch(self, record: ContextRecord) -> None:
         """Remember that the context was used now."""

@@ -7,13 +7,31 @@ from __future__ import annotations
 
 GROUP = "workers"  # the consumer group on every job stream
 
-CONTEXTS = "{precis}:contexts"  # zset id -> created_at; no expiry
 EXPIRY = "{precis}:expiry"  # zset id -> Unix time at which the context expires; no expiry
 TOMBSTONES = "{precis}:tombstones"  # zset id -> Unix time at which an expired context's record goes; no expiry
 DEAD = "{precis}:dead"  # stream of jobs that killed two workers; capped at 1000
 WORKERS = "{precis}:workers"  # hash worker id -> model, dead ones until they are cleaned up; no expiry
 MODELS = "{precis}:models"  # set of model names ever announced; no expiry
 TOTALS = "{precis}:totals"  # hash: raw_bytes and stored_bytes over ready contexts; no expiry
+API_KEYS = "{precis}:apikeys"  # hash SHA-256 of a key -> ApiKey; no expiry
+API_KEY_IDS = "{precis}:apikeys:ids"  # hash id of a key -> its SHA-256; no expiry
+QUOTAS = "{precis}:quotas"  # hash tenant -> Quota; no expiry
+AUDIT = "{precis}:audit"  # stream of who changed what; capped at 10,000
+
+
+def contexts(tenant: str) -> str:
+    """Zset id -> created_at of a tenant's contexts; no expiry."""
+    return f"{{precis}}:contexts:{tenant}"
+
+
+def usage(tenant: str) -> str:
+    """Hash of what a tenant's contexts take: contexts, bytes (estimated until stored), active; no expiry."""
+    return f"{{precis}}:usage:{tenant}"
+
+
+def rate(tenant: str) -> str:
+    """Hash of a tenant's token bucket of requests; gone when it is full again."""
+    return f"{{precis}}:rate:{tenant}"
 
 
 def compress_jobs(model: str) -> str:
@@ -46,9 +64,9 @@ def tokens(context_id: str) -> str:
     return f"{{precis}}:tokens:{context_id}"
 
 
-def fingerprint(value: str) -> str:
-    """String: id of the context with this fingerprint; as long as the context lives and has not failed."""
-    return f"{{precis}}:fingerprint:{value}"
+def fingerprint(tenant: str, value: str) -> str:
+    """String: id of the tenant's context with this fingerprint; as long as it lives and has not failed."""
+    return f"{{precis}}:fingerprint:{tenant}:{value}"
 
 
 def events(job_id: str) -> str:

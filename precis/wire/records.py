@@ -8,6 +8,7 @@ import msgspec
 
 from precis.wire.presets import Compression
 
+DEFAULT_TENANT = "default"  # whose everything is where no keys are in use
 Status = Literal["queued", "prefilling", "compressing", "storing", "ready", "failed"]
 
 
@@ -26,10 +27,44 @@ class FidelityRecord(msgspec.Struct, frozen=True):
     n_tokens: int
 
 
+class ApiKey(msgspec.Struct, frozen=True):
+    """Who may do what. The key itself is nowhere: it is looked up by its SHA-256.
+
+    Attributes:
+        id: to name it by.
+        scopes: of "ask", "write", "admin".
+        expire_at: Unix time, seconds, or None for never.
+    """
+
+    id: str
+    tenant: str
+    scopes: list[str]
+    name: str
+    created_at: float
+    expire_at: float | None = None
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """What a tenant may take; 0 = no bound of its own.
+
+    Attributes:
+        max_bytes: stored, estimated while a context is being compressed.
+        max_active: contexts waiting or being compressed.
+        requests_per_minute: on average; as many may come at once.
+    """
+
+    max_contexts: int = 0
+    max_bytes: int = 0
+    max_active: int = 0
+    requests_per_minute: int = 0
+
+
 class ContextRecord(msgspec.Struct, frozen=True):
     """A context as stored: one hash, one JSON value per field, so that service and worker can each set their own.
 
     Attributes:
+        tenant: whose it is; others find nothing under its id.
+        reserved_bytes: what counts against the tenant's quota until it is stored.
         template: "chat" or "raw".
         roles: of the rendered messages; empty for raw.
         body: span of the caller's text in the tokens.
@@ -49,6 +84,8 @@ class ContextRecord(msgspec.Struct, frozen=True):
     body: tuple[int, int]
     n_tokens: int
     created_at: float
+    tenant: str = DEFAULT_TENANT
+    reserved_bytes: int = 0
     status: Status = "queued"
     name: str = ""
     metadata: dict[str, str] = {}

@@ -18,6 +18,12 @@ SERVICE_NAMES = frozenset(
         "answer_timeout_s",
         "worker_grace_s",
         "default_policy",
+        "admin_key",
+        "open",
+        "quota_contexts",
+        "quota_bytes",
+        "quota_active",
+        "quota_requests_per_minute",
     }
 )
 WORKER_NAMES = frozenset(
@@ -40,7 +46,7 @@ WORKER_NAMES = frozenset(
         "chunk_bytes",
     }
 )
-CLIENT_NAMES = frozenset({"url"})
+CLIENT_NAMES = frozenset({"url", "api_key"})
 
 
 def refuse_unknown(environment: Iterable[str]) -> None:

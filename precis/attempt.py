@@ -35,12 +35,14 @@ class Compressed:
         snapshot: the same snapshot as it will be after loading.
         raw_bytes: of the full cache in 16 bits.
         fidelity: measured against the full cache.
+        classes: [B, T] of `precis.rates.classes_of`, where the codec stores some tokens more finely, or None.
     """
 
     packed: Packed
     snapshot: Snapshot
     raw_bytes: int
     fidelity: Fidelity
+    classes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,11 @@ class Attempt:
         kept = self.cut(per_head)
         return self.made(pack(kept, self.codec, self.rotary, self.key), kept)
 
-    def made(self, packed: Packed, kept: Snapshot) -> Compressed:
+    def made(self, packed: Packed, kept: Snapshot, classes: Tensor | None = None) -> Compressed:
         """Decode what was encoded, and measure."""
         snapshot = load(self.model, self.rotary, packed, kept.header.fingerprint, self.key)
         fidelity = measure(self.model, self.document, self.full, snapshot)
-        return Compressed(packed, snapshot, self.model.geometry.raw_bytes(self.document.n_tokens), fidelity)
+        return Compressed(packed, snapshot, self.model.geometry.raw_bytes(self.document.n_tokens), fidelity, classes)
 
 
 def needs_of(how: Compression) -> tuple[Observation, ...]:

@@ -3,6 +3,7 @@
 PrecisError
 ├─ RequestError            the caller can fix it
 │  ├─ Unauthorized · Forbidden · QuotaExceeded · RateLimited
+│  ├─ PageNotFound
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
 │  ├─ ArtifactMissing
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
@@ -72,6 +73,10 @@ class QuotaExceeded(RequestError):
 
 class RateLimited(RequestError):
     code = "rate_limited"
+
+
+class PageNotFound(RequestError):
+    code = "page_not_found"
 
 
 class InvalidRequest(RequestError):

@@ -88,14 +88,14 @@ def transformed(attempt: Attempt, per_head: int, between: Between) -> Compressed
     coding = Coding.of(kept, model.transform, classes, attempt.rotary, attempt.key)
     raw_bytes = model.geometry.raw_bytes(attempt.document.n_tokens)
     if how.max_bytes is not None:
-        return attempt.made(coding.within(how.max_bytes), kept)
+        return attempt.made(coding.within(how.max_bytes), kept, classes)
     if how.max_kl is None:
         limit = int(raw_bytes / (how.ratio or DEFAULT_RATIO))
-        return attempt.made(coding.within(limit, max(limit // 2, _ROOM)), kept)
+        return attempt.made(coding.within(limit, max(limit // 2, _ROOM)), kept, classes)
 
     def at(step: float) -> Compressed:
         between("search", 0, 1)
-        return attempt.made(coding.at(step), kept)
+        return attempt.made(coding.at(step), kept, classes)
 
     return coarsest(at, coding.step_near(int(raw_bytes / DEFAULT_RATIO)), how.max_kl)
 

@@ -264,21 +264,3 @@ async def prefetch_context(context_id: str, state: StateDep, caller: CallerDep) 
     workers = await state.fleet.need_worker(record.model, job="answer")
     queued = await state.jobs.prefetch(context_id, record.model, workers)
     return {"id": context_id, "object": "prefetch", "status": "queued" if queued else "held"}
-
-
-@router.get("/{context_id}/heads")
-async def get_heads(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
-    """Kept entries and bytes per layer and kv head."""
-    record = await state.ready_context(context_id, caller.tenant)
-    layers = [
-        {
-            "layer": layer,
-            "stored_bytes": record.layer_bytes[layer],
-            "heads": [
-                {"kv_head": head, "n_kept": n_kept, "bytes": n_bytes, "keep_ratio": round(n_kept / record.n_tokens, 4)}
-                for head, (n_kept, n_bytes) in enumerate(zip(counts, record.head_bytes[layer], strict=True))
-            ],
-        }
-        for layer, counts in enumerate(record.head_counts)
-    ]
-    return {"id": record.id, "n_tokens": record.n_tokens, "layers": layers}

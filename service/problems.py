@@ -22,6 +22,7 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.Forbidden: 403,
     errors.QuotaExceeded: 429,
     errors.RateLimited: 429,
+    errors.PageNotFound: 404,
     errors.InvalidRequest: 422,
     errors.EmptyDocument: 422,
     errors.BudgetTooSmall: 422,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from typing import Any
 
@@ -128,6 +129,17 @@ class Records:
             found = await pipe.execute() if ids else []
         return [record for stored in found if (record := decode_record(stored)) is not None]
 
+    async def retention(self, record: ContextRecord) -> tuple[list[int], bytes]:
+        """A ready context's tokens, and what was kept of them: `k` or `p`, then a byte each.
+
+        Raises:
+            ContextNotFound: if it was deleted meanwhile.
+        """
+        tokens, told = await self._queue.mget(keys.tokens(record.id), keys.retention(record.id))
+        if not tokens or not told or len(told) != 1 + len(tokens) // 4:
+            raise ContextNotFound(f"there is no context {record.id}")
+        return list(struct.unpack(f"<{len(tokens) // 4}i", tokens)), told
+
     async def patch(self, record: ContextRecord, **changes: Any) -> ContextRecord:
         """Change fields; a changed expiry moves the snapshot's as well.
 
@@ -211,6 +223,7 @@ class Records:
             keys.TOTALS,
             keys.events(record.id),
             keys.usage(record.tenant),
+            keys.retention(record.id),
         ]
         expired_error = '{"code":"context_expired","detail":"the context has expired"}'
         await self._remove(keys=where, args=[record.id, tombstone, expired_error])

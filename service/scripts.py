@@ -28,14 +28,14 @@ return ARGV[1]
 """
 )
 # Takes everything of a context away but, for an expiry, the record, which says so for a day.
-# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage
+# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage, retention
 REMOVE = (
     ACCOUNT
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 account(-1, KEYS[1], KEYS[7], KEYS[9])
 if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
-redis.call('UNLINK', KEYS[2])
+redis.call('UNLINK', KEYS[2], KEYS[10])
 redis.call('ZREM', KEYS[5], ARGV[1])
 if ARGV[2] == '' then
   redis.call('UNLINK', KEYS[1], KEYS[8])

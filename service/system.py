@@ -19,7 +19,7 @@ router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])  # needs no key: says nothing of anybody's data
 
 
-@open_router.get("/")
+@open_router.get("/v1")
 async def index() -> dict[str, Any]:
     """What this is and where to go."""
     return {"name": "precis", "version": __version__, "openapi": "/openapi.json", "contexts": "/v1/contexts"}
@@ -67,6 +67,19 @@ async def list_workers(state: StateDep) -> dict[str, Any]:
         }
         for w in await state.fleet.workers()
     ]
+    return {"object": "list", "data": data}
+
+
+@router.get("/v1/queues")
+async def list_queues(state: StateDep) -> dict[str, Any]:
+    """Jobs that wait or run, per model."""
+    data = []
+    for model in await state.fleet.models():
+        compressions = await state.stores.queue.xlen(keys.compress_jobs(model))
+        answers = await state.stores.queue.xlen(keys.answer_jobs(model))
+        for worker in await state.fleet.workers(model):
+            answers += await state.stores.queue.xlen(keys.worker_jobs(worker.id))
+        data.append({"model": model, "compressions": compressions, "answers": answers})
     return {"object": "list", "data": data}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import redis
 import structlog
 import torch
+from torch import Tensor
 
 from precis.container import Packed, codecs_of
 from precis.core import Snapshot, SnapshotHeader
@@ -22,6 +23,7 @@ from precis.manifest import open_manifest
 from precis.pipeline import compress, document_of
 from precis.protection import budget_per_head, count_protected
 from precis.reader import check_manifest, load
+from precis.retention import kept_shares, precisions
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
 from precis.tighten import tighten
@@ -77,12 +79,14 @@ class Made:
 
     Attributes:
         fidelity: None of a tightened snapshot, whose full cache is long gone.
+        classes: see `precis.attempt.Compressed`.
     """
 
     packed: Packed
     snapshot: Snapshot
     raw_bytes: int
     fidelity: Fidelity | None
+    classes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ class Compressor:
                 self.seal_key,
                 between,
             )
-            return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity)
+            return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity, made.classes)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the device has no room for the full cache of {record.n_tokens} tokens") from error
 
@@ -210,9 +214,12 @@ class Compressor:
         g = snapshot.geometry
         codec = codecs_of(self.served.model)[record.compression.codec]
         heads = head_bytes(snapshot, codec, packed.blobs)
+        fine = made.classes if record.compression.keep_ratio == 1.0 else None
+        told = b"k" + kept_shares(snapshot) if fine is None else b"p" + precisions(fine)
         counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
         self.records.mark(
             record,
+            told,
             status="ready",
             processed=record.n_tokens,
             raw_bytes=made.raw_bytes,

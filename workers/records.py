@@ -19,7 +19,8 @@ _MARK = (
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 account(-1, KEYS[1], KEYS[2], KEYS[4])
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('HSET', KEYS[1], unpack(ARGV, 4))
+if ARGV[3] ~= '' then redis.call('SET', KEYS[5], ARGV[3]) end
 account(1, KEYS[1], KEYS[2], KEYS[4])
 if ARGV[1] == 'failed' and redis.call('GET', KEYS[3]) == ARGV[2] then redis.call('DEL', KEYS[3]) end
 return 1
@@ -50,8 +51,8 @@ class Records:
             raise SnapshotMissing("the context's source tokens are gone: upload it again")
         return bytes(stored)
 
-    def mark(self, record: ContextRecord, **changes: Any) -> bool:
-        """Set fields; False if the context was deleted meanwhile."""
+    def mark(self, record: ContextRecord, retention: bytes = b"", **changes: Any) -> bool:
+        """Set fields, and what was kept of each token; False if the context was deleted meanwhile."""
         fields = [part for pair in record_fields(**changes).items() for part in pair]
         status = changes.get("status", "")
         where = [
@@ -59,8 +60,9 @@ class Records:
             keys.TOTALS,
             keys.fingerprint(record.tenant, record.fingerprint),
             keys.usage(record.tenant),
+            keys.retention(record.id),
         ]
-        return bool(self._mark(keys=where, args=[status, record.id, *fields]))
+        return bool(self._mark(keys=where, args=[status, record.id, retention, *fields]))
 
     def touch(self, record: ContextRecord) -> None:
         """Remember that the context was used now."""

@@ -64,6 +64,12 @@ def tokens(context_id: str) -> str:
     return f"{{precis}}:tokens:{context_id}"
 
 
+def retention(context_id: str) -> str:
+    """String: `k` or `p`, then per token the share of heads that kept it or its precision, a byte each; lives as the
+    context does."""
+    return f"{{precis}}:retention:{context_id}"
+
+
 def fingerprint(tenant: str, value: str) -> str:
     """String: id of the tenant's context with this fingerprint; as long as it lives and has not failed."""
     return f"{{precis}}:fingerprint:{tenant}:{value}"

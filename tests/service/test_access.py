@@ -21,7 +21,7 @@ from tests.stack import Stack, running_server, running_stack, wait_for
 ADMIN = "an admin key that is long enough"
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
 EASY = {"policy": "snapkv", "keep_ratio": 0.5}
-OPEN = {"/", "/healthz", "/readyz", "/metrics"}
+OPEN = {"/v1", "/healthz", "/readyz", "/metrics"}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 PrecisError
 ├─ RequestError            the caller can fix it
 │  ├─ Unauthorized · Forbidden · QuotaExceeded · RateLimited
-│  ├─ PageNotFound
+│  ├─ PageNotFound · UnsupportedFile · UnreadableFile
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
 │  ├─ ArtifactMissing
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
@@ -81,6 +81,14 @@ class PageNotFound(RequestError):
 
 class InvalidRequest(RequestError):
     code = "invalid_request"
+
+
+class UnsupportedFile(RequestError):
+    code = "unsupported_file"
+
+
+class UnreadableFile(RequestError):
+    code = "unreadable_file"
 
 
 class EmptyDocument(RequestError):

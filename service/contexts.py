@@ -22,10 +22,12 @@ from precis.protection import check_budget, tighter
 from precis.text import ContextPart, Prompter
 from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
-from precis.wire.records import ContextRecord
+from precis.wire.records import ContextRecord, Source
 from service.access import CallerDep, needs
+from service.files import extract
 from service.records import expired
-from service.schemas import CodecIn, ContextIn, ContextPatch, context_out, kept_ratio
+from service.schemas import CodecIn, ContextIn, ContextPatch
+from service.shapes import context_out, kept_ratio
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -40,7 +42,11 @@ _BODY = {
                     "type": "object",
                     "required": ["file"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "a UTF-8 text file"},
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "PDF, DOCX, HTML, Markdown or text",
+                        },
                         "options": {"type": "string", "description": "the other fields of the JSON form, as JSON"},
                     },
                 }
@@ -59,8 +65,8 @@ async def create_context(
     wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None,
 ) -> Response:
     """Upload a document; 202 while it is being compressed, 200 when it is there already or got ready within `wait`."""
-    wanted = await _read(request)
-    record, token_ids = await prepare(state, wanted, caller.tenant)
+    wanted, source = await _read(request)
+    record, token_ids = await prepare(state, wanted, caller.tenant, source)
     await state.fleet.need_worker(record.model, job="compress")
     await state.records.check_room(record.reserved_bytes)
     request.state.target = record.id
@@ -71,22 +77,24 @@ async def create_context(
     return JSONResponse(context_out(record), status, headers={"Location": f"/v1/contexts/{record.id}"})
 
 
-async def _read(request: Request) -> ContextIn:
-    """The upload from JSON or from a multipart form."""
+async def _read(request: Request) -> tuple[ContextIn, Source | None]:
+    """The upload from JSON or from a multipart form, and what the file was."""
     try:
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             async with request.form(max_files=1, max_fields=8) as form:
                 upload = form.get("file")
                 if upload is None or isinstance(upload, str):
                     raise InvalidRequest("the form needs a part named file")
-                text = (await upload.read()).decode()
                 options = json.loads(str(form.get("options") or "{}"))
                 if not isinstance(options, dict):
                     raise InvalidRequest("options must be a JSON object")
-                return ContextIn.model_validate({"name": upload.filename or "", **options, "text": text})
-        return ContextIn.model_validate(await request.json())
+                data, name = await upload.read(), upload.filename or ""
+            found = await extract(data, name)
+            wanted = ContextIn.model_validate({"name": name, **options, "text": found.text})
+            return wanted, Source(found.kind, len(data), found.page_starts)
+        return ContextIn.model_validate(await request.json()), None
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the document is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise InvalidRequest(f"the body is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from error
     except ValidationError as error:
@@ -94,7 +102,9 @@ async def _read(request: Request) -> ContextIn:
         raise RequestValidationError(located) from error
 
 
-async def prepare(state: State, wanted: ContextIn, tenant: str) -> tuple[ContextRecord, bytes]:
+async def prepare(
+    state: State, wanted: ContextIn, tenant: str, source: Source | None = None
+) -> tuple[ContextRecord, bytes]:
     """Check and tokenize an upload.
 
     Raises:
@@ -145,6 +155,7 @@ async def prepare(state: State, wanted: ContextIn, tenant: str) -> tuple[Context
         expire_at=_expire_at(state, wanted, now),
         raw_bytes=raw_bytes,
         tenant=tenant,
+        source=source,
         reserved_bytes=how.estimated_bytes(raw_bytes),
     )
     return record, token_ids

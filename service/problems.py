@@ -23,6 +23,8 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.QuotaExceeded: 429,
     errors.RateLimited: 429,
     errors.PageNotFound: 404,
+    errors.UnsupportedFile: 415,
+    errors.UnreadableFile: 422,
     errors.InvalidRequest: 422,
     errors.EmptyDocument: 422,
     errors.BudgetTooSmall: 422,

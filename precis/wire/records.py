@@ -59,6 +59,20 @@ class Quota(msgspec.Struct, frozen=True):
     requests_per_minute: int = 0
 
 
+class Source(msgspec.Struct, frozen=True):
+    """The file that a context was made of.
+
+    Attributes:
+        kind: "text", "pdf", "docx" or "html".
+        n_bytes: of the file.
+        page_starts: where each page begins in the text, in characters.
+    """
+
+    kind: str
+    n_bytes: int
+    page_starts: list[int] = []
+
+
 class ContextRecord(msgspec.Struct, frozen=True):
     """A context as stored: one hash, one JSON value per field, so that service and worker can each set their own.
 
@@ -101,6 +115,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
     head_bytes: list[list[int]] = []
     layer_bytes: list[int] = []
     error: Problem | None = None
+    source: Source | None = None
 
     @property
     def protected(self) -> list[tuple[int, int]]:

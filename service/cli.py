@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
+from service import administer, listing
 from service.calibrate import calibrate
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
 from service.summary import summary
+from service.terminal import URL, AsJson, Url, err, out, ready, told
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read a document once, ask it many times.")
-app.command()(calibrate)
-_out, _err = Console(), Console(stderr=True)
-Url = Annotated[str, typer.Option(envvar="PRECIS_URL", help="server to talk to")]
-_URL = "http://127.0.0.1:8000"
-_STAGES = {
-    "queued": "waiting",
-    "prefill": "reading",
-    "score": "weighing",
-    "search": "searching",
-    "scored": "packing",
-    "tighten": "cutting",
-    "storing": "storing",
-}
-
-
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a refusal into one line and exit code 1."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except ApiError as error:
-            _err.print(f"[red]precis:[/] {error}", highlight=False)
-            raise typer.Exit(1) from error
-
-    return run
+app = typer.Typer(no_args_is_help=True, help="Read a document once, ask it many times.")
+for command in (calibrate, listing.ls, listing.show, listing.tighten, listing.rm, listing.models, administer.top):
+    app.command()(command)
+app.add_typer(administer.keys, name="keys")
+app.add_typer(administer.tenants, name="tenants")
 
 
 @app.command()
@@ -65,13 +41,13 @@ def up(
     if policy not in (AUTO, *PRESETS):
         raise typer.BadParameter(f"choose one of {', '.join(PRESETS)}", param_hint="--policy")
     options = Options(host, port, data_dir.expanduser().resolve(), model, policy, ready_file)
-    raise typer.Exit(Supervisor(options, _out).run())
+    raise typer.Exit(Supervisor(options, out).run())
 
 
 @app.command()
-@_told
+@told
 def put(
-    file: Annotated[str, typer.Argument(help="a UTF-8 text file, or - for standard input")],
+    file: Annotated[str, typer.Argument(help="PDF, DOCX, HTML, Markdown or text, or - for standard input")],
     policy: Annotated[str | None, typer.Option(help=", ".join(PRESETS))] = None,
     keep_ratio: Annotated[float | None, typer.Option(help="share of entries kept")] = None,
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
@@ -83,8 +59,10 @@ def put(
     instructions: Annotated[str | None, typer.Option(help="system message before the document")] = None,
     ttl_s: Annotated[int | None, typer.Option(help="seconds to live")] = None,
     pinned: Annotated[bool, typer.Option(help="never expire")] = False,
+    raw: Annotated[bool, typer.Option(help="store the text as it is, without the chat template")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the id only")] = False,
-    url: Url = _URL,
+    as_json: AsJson = False,
+    url: Url = URL,
 ) -> None:
     """Upload a document and wait until it can be asked."""
     client = Client(url)
@@ -96,80 +74,101 @@ def put(
         "max_kl": max_kl,
         "probes": probe or None,
     }
-    body: dict[str, Any] = {
-        "text": _read(file),
+    options: dict[str, Any] = {
         "name": name if name is not None else ("" if file == "-" else Path(file).name),
         "compression": {key: value for key, value in how.items() if value is not None},
         "pinned": pinned,
     }
-    body |= {key: value for key, value in {"instructions": instructions, "ttl_s": ttl_s}.items() if value is not None}
-    context = client.call("POST", "/v1/contexts", json=body)
-    context = _ready(client, context)
-    if quiet:
+    given = {"instructions": instructions, "ttl_s": ttl_s, "template": "raw" if raw else None}
+    options |= {key: value for key, value in given.items() if value is not None}
+    upload = {"file": (Path(file).name if file != "-" else "", _bytes(file))}
+    context = client.call("POST", "/v1/contexts", files=upload, data={"options": json.dumps(options)})
+    context = ready(client, context)
+    if as_json:
+        out.print_json(data=context)
+    elif quiet:
         typer.echo(context["id"])
     else:
-        _out.print(summary(context))
+        out.print(summary(context))
+
+
+def _bytes(file: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise ApiError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _read(file: str) -> str:
     try:
-        return sys.stdin.buffer.read().decode() if file == "-" else Path(file).read_text("utf-8")
-    except OSError as error:
-        raise ApiError(f"{file} cannot be read: {error.strerror}") from error
+        return _bytes(file).decode()
     except UnicodeDecodeError as error:
         raise ApiError(f"{file} is not UTF-8 text") from error
 
 
-def _ready(client: Client, context: dict[str, Any]) -> dict[str, Any]:
-    """The context as it is when its work is done, with a progress bar until then."""
-    if context["status"] not in ("ready", "failed"):
-        _follow(client, context)
-        context = client.call("GET", f"/v1/contexts/{context['id']}")
-    if context["status"] != "ready":
-        raise ApiError((context["error"] or {}).get("detail", f"the context is {context['status']}"))
-    return context
-
-
-def _follow(client: Client, context: dict[str, Any]) -> None:
-    """A progress bar until the context is ready or failed."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_err, transient=True) as progress:
-        task = progress.add_task("waiting", total=None)
-        for event in client.stream("GET", f"/v1/contexts/{context['id']}/events"):
-            progress.update(task, description=_STAGES.get(event.name, event.name))
-            if event.data.get("total") and event.name in ("prefill", "score"):
-                progress.update(task, completed=event.data["processed"], total=event.data["total"])
-
-
 @app.command()
-@_told
+@told
 def ask(
     context: Annotated[str, typer.Argument(help="id of a context")],
-    question: Annotated[str, typer.Argument(help="what to ask")],
+    question: Annotated[str | None, typer.Argument(help="what to ask; left out: a conversation")] = None,
     max_tokens: Annotated[int, typer.Option(help="tokens at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = always the likeliest token")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="for the same draws again")] = None,
     view: Annotated[str | None, typer.Option(help=f"read only what matters: {', '.join(VIEW_NAMES)}")] = None,
     trim: Annotated[str | None, typer.Option(help=f"bound a long answer's memory: {', '.join(TRIM_NAMES)}")] = None,
     raw: Annotated[bool, typer.Option(help="text as it is, for contexts with the raw template")] = False,
-    url: Url = _URL,
+    as_json: AsJson = False,
+    url: Url = URL,
 ) -> None:
-    """Ask a context a question; the answer streams."""
-    body: dict[str, Any] = {"prompt" if raw else "question": question, "max_tokens": max_tokens}
-    body |= {"temperature": temperature, "stream": True}
-    body |= {key: value for key, value in {"seed": seed, "view": view, "trim": trim}.items() if value is not None}
-    for event in Client(url).stream("POST", f"/v1/contexts/{context}/queries", json=body):
+    """Ask a context a question, or talk about it; answers stream."""
+    client, path = Client(url), f"/v1/contexts/{context}/queries"
+    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    how |= {key: value for key, value in {"seed": seed, "view": view, "trim": trim}.items() if value is not None}
+    if question is None:
+        client.call("GET", f"/v1/contexts/{context}")
+        _talk(client, path, how)
+    elif as_json:
+        out.print_json(data=client.call("POST", path, json={**how, "prompt" if raw else "question": question}))
+    else:
+        _streamed(client, path, {**how, "prompt" if raw else "question": question})
+
+
+def _talk(client: Client, path: str, how: dict[str, Any]) -> None:
+    """Turn after turn until the end of the input; Ctrl-C stops an answer."""
+    turns: list[dict[str, str]] = []
+    err.print("Ask; an empty line or Ctrl-D ends.", style="dim")
+    while True:
+        try:
+            question = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not question:
+            return
+        turns.append({"role": "user", "content": question})
+        try:
+            turns.append({"role": "assistant", "content": _streamed(client, path, {**how, "messages": turns})})
+        except KeyboardInterrupt:
+            turns.pop()
+            sys.stdout.write("\n")
+
+
+def _streamed(client: Client, path: str, body: dict[str, Any]) -> str:
+    """Print an answer as it comes; the whole of it."""
+    text = ""
+    for event in client.stream("POST", path, json={**body, "stream": True}):
         if event.name == "token":
+            text += event.data["text"]
             sys.stdout.write(event.data["text"])
             sys.stdout.flush()
         elif event.name == "error":
             sys.stdout.write("\n")
             raise ApiError(event.data["detail"])
     sys.stdout.write("\n")
+    return text
 
 
 @app.command("eval")
-@_told
+@told
 def evaluate_document(
     file: Annotated[str, typer.Argument(help="a UTF-8 text file")],
     questions: Annotated[str, typer.Argument(help='lines of {"question": "...", "answers": ["..."]}')],
@@ -177,7 +176,7 @@ def evaluate_document(
     keep_ratios: Annotated[str, typer.Option(help="shares of entries kept, separated by commas")] = "0.25,0.125",
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
     ratios: Annotated[str, typer.Option(help="of the codec tc with everything kept, separated by commas")] = "",
-    url: Url = _URL,
+    url: Url = URL,
 ) -> None:
     """Ask your own questions of the full cache and of compressed ones, and compare."""
     ways = [
@@ -188,7 +187,7 @@ def evaluate_document(
     ways += [{"codec": {"name": "tc", "ratio": _number(ratio)}} for ratio in filter(None, ratios.split(","))]
     asked = read_questions(_read(questions))
     table = Table("way", "stored MB", "kept", "right", "F1", "as full", "KL")
-    with _err.status(f"asking {len(asked)} questions of {len(ways) + 1} snapshots"):
+    with err.status(f"asking {len(asked)} questions of {len(ways) + 1} snapshots"):
         for found in evaluate(Client(url), _read(file), asked, ways):
             storage = found.context["storage"]
             table.add_row(
@@ -200,7 +199,7 @@ def evaluate_document(
                 f"{found.same:.2f}",
                 f"{found.context['fidelity']['kl']:.3f}",
             )
-    _out.print(table)
+    out.print(table)
 
 
 def _number(text: str) -> float:
@@ -208,78 +207,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise ApiError(f"{text!r} is not a number") from error
-
-
-@app.command()
-@_told
-def ls(limit: Annotated[int, typer.Option(help="contexts at most")] = 50, url: Url = _URL) -> None:
-    """List contexts, the newest first."""
-    table = Table()
-    for header in ("context", "name", "status"):
-        table.add_column(header, no_wrap=header == "context", max_width=None if header == "context" else 16)
-    for header in ("tokens", "MB", "ratio"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for context in Client(url).call("GET", "/v1/contexts", params={"limit": limit})["data"]:
-        storage = context["storage"]
-        table.add_row(
-            context["id"],
-            context["name"],
-            context["status"],
-            f"{context['usage']['total_tokens']:,}",
-            f"{storage['stored_bytes'] / 1e6:.2f}" if storage["stored_bytes"] else "-",
-            f"{storage['ratio']:.1f}x" if storage["ratio"] else "-",
-        )
-    _out.print(table)
-
-
-@app.command()
-@_told
-def show(
-    context: Annotated[str, typer.Argument(help="id of a context")],
-    as_json: Annotated[bool, typer.Option("--json", help="everything, as JSON")] = False,
-    url: Url = _URL,
-) -> None:
-    """What a context takes, and what was traded for it."""
-    found = Client(url).call("GET", f"/v1/contexts/{context}")
-    if as_json:
-        _out.print_json(data=found)
-    else:
-        _out.print(summary(found))
-
-
-@app.command()
-@_told
-def tighten(
-    context: Annotated[str, typer.Argument(help="id of a context")],
-    keep_ratio: Annotated[float, typer.Argument(help="share of entries to keep, less than now")],
-    url: Url = _URL,
-) -> None:
-    """Keep less of a context, without reading its document again."""
-    client = Client(url)
-    found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
-    _out.print(summary(_ready(client, found)))
-
-
-@app.command()
-@_told
-def rm(contexts: Annotated[list[str], typer.Argument(help="ids of contexts")], url: Url = _URL) -> None:
-    """Delete contexts."""
-    client = Client(url)
-    for context in contexts:
-        freed = client.call("DELETE", f"/v1/contexts/{context}")["freed_bytes"]
-        typer.echo(f"{context} deleted, {freed / 1e6:.2f} MB freed")
-
-
-@app.command()
-@_told
-def models(url: Url = _URL) -> None:
-    """List models with a live worker."""
-    table = Table("model", "context tokens", "dtype", "cache MB per 1,000 tokens")
-    for model in Client(url).call("GET", "/v1/models")["data"]:
-        table.add_row(
-            model["id"], f"{model['max_context']:,}", model["dtype"], f"{model['raw_bytes_per_token'] / 1e3:.1f}"
-        )
-    _out.print(table)
 
 
 if __name__ == "__main__":

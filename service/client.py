@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,12 @@ class ApiError(Exception):
 class Client:
     """A thin client of one server."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        """`api_key` is by default what the environment has as PRECIS_API_KEY, or else as PRECIS_ADMIN_KEY."""
         self._base_url = base_url
-        self._http = httpx.Client(base_url=base_url, timeout=httpx.Timeout(30, read=700))
+        key = api_key or os.environ.get("PRECIS_API_KEY") or os.environ.get("PRECIS_ADMIN_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(30, read=700))
 
     def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """One request.

@@ -50,7 +50,7 @@ def read_pdf(data: bytes) -> list[str]:
         raise Unreadable(f"the PDF has {len(document)} pages, the limit is {_MOST_PAGES}")
     pages = []
     for page in document:
-        text = page.get_textpage().get_text_bounded()
+        text = page.get_textpage().get_text_range()
         pages.append(text.replace("\r\n", "\n").replace("\ufffe", "").strip() + "\n")
     if not any(text.strip() for text in pages):
         raise Unreadable(_SCAN)

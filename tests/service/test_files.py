@@ -63,6 +63,8 @@ async def test_a_pdf_is_read_page_by_page() -> None:
     assert len(found.page_starts) == 3
     assert found.text[: found.page_starts[1]].strip() == "The lighthouse is green."
     assert found.text[found.page_starts[2] :].strip() == "The ferry costs three coins."
+    long = "beyond the edge of the page " * 30
+    assert (await extract(pdf([long]))).text.split() == long.split()
 
 
 async def test_a_docx_is_read_in_order_with_tables_and_headings() -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from precis.constraint import Constraint
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -31,12 +33,14 @@ class Sampler:
         top_p: share of probability from which to draw, in (0, 1].
         seed: the same seed gives the same draws; None draws from the operating system.
         n_top: alternatives to report per token.
+        constraint: which tokens may come at all, or None.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     n_top: int = 0
+    constraint: Constraint | None = None
     _generator: torch.Generator = field(default_factory=torch.Generator)
 
     def __post_init__(self) -> None:
@@ -58,7 +62,8 @@ class Sampler:
         if bool(torch.isnan(logits).any()):
             raise ValueError("the model's logits are not numbers")
         logprobs = torch.log_softmax(logits, -1)
-        token_id = int(logprobs.argmax()) if self.temperature == 0 else self._draw(logits)
+        open_to = logits if self.constraint is None else self.constraint.masked(logits)
+        token_id = int(open_to.argmax()) if self.temperature == 0 else self._draw(open_to)
         values, indices = logprobs.topk(self.n_top) if self.n_top else (logprobs[:0], logprobs[:0].long())
         top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
         return Sampled(token_id, float(logprobs[token_id]), top)

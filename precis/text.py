@@ -108,6 +108,23 @@ class Prompter:
             tokens += self._encode(message.content, plain=True) + self._encode(piece)
         return tokens
 
+    def whole(self, messages: list[Message]) -> list[int]:
+        """Render a prompt that stands on no context, up to the start of the answer.
+
+        Args:
+            messages: at least one.
+
+        Raises:
+            InvalidRequest: if the template refuses the messages.
+        """
+        if self._template is None:
+            return self._with_bos(self._encode("\n\n".join(m.content for m in messages) + "\n", plain=True))
+        pieces = _split(self._render(_marks(tuple(m.role for m in messages)), generate=True), len(messages))
+        tokens = self._encode(pieces[0])
+        for message, piece in zip(messages, pieces[1:], strict=True):
+            tokens += self._encode(message.content, plain=True) + self._encode(piece)
+        return self._with_bos(tokens)
+
     def raw(self, text: str, *, begins: bool) -> list[int]:
         """Tokens of text as it is; a BOS if it begins a prompt and the model wants one."""
         tokens = self._encode(text)

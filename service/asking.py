@@ -79,19 +79,19 @@ class Collected:
     done: DoneEvent | None = None
 
 
-async def begin(state: State, request: Request, record: ContextRecord, job: AnswerJob) -> Asked:
+async def begin(state: State, request: Request, model: str, job: AnswerJob) -> Asked:
     """Queue an answer and wait until a worker has its snapshot.
 
     Raises:
         QueueFull, NoWorker: if nobody can take it.
         PrecisError: whatever the worker found before the first token.
     """
-    workers = await state.fleet.need_worker(record.model, job="answer")
+    workers = await state.fleet.need_worker(model, job="answer")
     subscription = await state.follower.follow(job.id)
     events = events_of(subscription, state.settings.answer_timeout_s)
     asked = Asked(state, job.id, subscription, "", 0, events)
     try:
-        await state.jobs.submit(job, record.model, workers)
+        await state.jobs.submit(job, model, workers)
         _, first = await unless_gone(request, anext(events))
         if isinstance(first, FailedEvent):
             asked.ended = True
@@ -171,17 +171,17 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def check_room(card: ModelCard, record: ContextRecord, n_query: int, max_tokens: int) -> int:
+def check_room(card: ModelCard, n_context: int, n_query: int, max_tokens: int) -> int:
     """Tokens that the answer may have: what was asked for, or what the model has left.
 
     Raises:
         QueryTooLong: if the query leaves no room for an answer.
     """
-    room = card.max_length - record.n_tokens - n_query
+    room = card.max_length - n_context - n_query
     if room < 1:
-        limit = card.max_length - record.n_tokens - 1
+        limit = card.max_length - n_context - 1
         raise QueryTooLong(
-            f"the query has {n_query} tokens; after a context of {record.n_tokens}, {card.name} has room for {limit}",
+            f"the query has {n_query} tokens; after a context of {n_context}, {card.name} has room for {limit}",
             limit=limit,
             n_tokens=n_query,
         )

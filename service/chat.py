@@ -1,10 +1,10 @@
-"""OpenAI's chat completions on top of a context: the `openai` SDK works against it, streaming too."""
+"""OpenAI's chat and text completions: the `openai` SDK works against them, streaming too.
+
+A chat that begins like a stored context is answered on it."""
 
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,101 +12,157 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from precis.errors import InvalidRequest, PrecisError
-from precis.wire.messages import AnswerJob, DoneEvent, Sampling, TokenLogprob
-from precis.wire.records import ContextRecord
+from precis.wire.messages import DoneEvent, TokenLogprob
 from service import metrics, sse
 from service.access import CallerDep
-from service.asking import Asked, begin, check_room, collect, usage_of
-from service.contexts import int32_bytes
+from service.choosing import Choices, choose, done_of, schema_of, usage_of_all
 from service.problems import body_of
+from service.prompts import Prompt, prompt_of
 from service.queries import logprob_out, model_of
-from service.schemas import ChatIn
+from service.schemas import ChatIn, CompletionIn
 from service.state import StateDep
 
-router = APIRouter(prefix="/v1/chat", tags=["openai"])
-_DEFAULT_MAX_TOKENS = 1024
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 
-@router.post("/completions")
-async def complete(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
-    """Complete a chat whose beginning is the context named by `context`."""
-    if not wanted.context:
-        raise InvalidRequest("name a context: extra_body={'context': 'ctx_...'}", param="context")
-    record = await state.ready_context(wanted.context, caller.tenant)
-    if wanted.model and wanted.model != record.model:
-        raise InvalidRequest(f"the context was made with {record.model}, not with {wanted.model}", param="model")
-    if record.template == "raw":
-        raise InvalidRequest("a raw context takes no chat: use its queries route", param="context")
-    card, prompter = await model_of(state, record)
-    token_ids = prompter.query_part(tuple(record.roles), [m.plain() for m in wanted.messages])
-    asked_for = wanted.max_completion_tokens or wanted.max_tokens or _DEFAULT_MAX_TOKENS
-    job = AnswerJob(
-        id=f"q_{uuid.uuid4().hex[:20]}",
-        context_id=record.id,
-        token_ids=int32_bytes(token_ids),
-        sampling=Sampling(
-            max_tokens=check_room(card, record, len(token_ids), asked_for),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            seed=wanted.seed,
-            stop=wanted.stops,
-            n_top=wanted.top_logprobs if wanted.logprobs else 0,
-            logprobs=bool(wanted.logprobs),
-        ),
-        api=state.follower.api_id,
-        sent_at=time.time(),
-    )
-    asked = await begin(state, request, record, job)
-    head = _head(job, record)
-    headers = {"x-cache": asked.cache}
+@router.post("/chat/completions")
+async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
+    """Complete a chat, on the context named by `context`, or else on the longest that the messages begin with."""
+    messages = [message.plain() for message in wanted.messages]
+    prompt = await prompt_of(state, caller, wanted.model, wanted.context, messages)
+    choices = await choose(state, request, prompt, wanted, schema=schema_of(wanted.response_format))
+    head = {**_head(choices, prompt), "id": f"chatcmpl-q_{choices.id}"}
+    headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
     if wanted.stream:
-        with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        return sse.Stream(_frames(asked, head, request.url.path, with_usage), asked.close, headers)
-    found = await collect(request, asked)
-    if found.done is None:
-        raise InvalidRequest("the answer ended early")
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": found.text, "refusal": None},
-        "logprobs": _logprobs(found.logprobs) if wanted.logprobs else None,
-        "finish_reason": found.done.finish_reason,
+        head["object"] = "chat.completion.chunk"
+        return sse.Stream(_chat_frames(choices, head, request.url.path, wanted.with_usage), choices.close, headers)
+    found = await choices.collect(request)
+    body = {
+        **head,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": each.text, "refusal": None},
+                "logprobs": _chat_logprobs(each.logprobs) if wanted.logprobs else None,
+                "finish_reason": done_of(each).finish_reason,
+            }
+            for index, each in enumerate(found)
+        ],
+        "usage": usage_of_all([done_of(each) for each in found]),
     }
-    body = {**head, "object": "chat.completion", "choices": [choice], "usage": usage_of(found.done)}
     return JSONResponse(body, headers=headers)
 
 
-def _head(job: AnswerJob, record: ContextRecord) -> dict[str, Any]:
-    """What every chunk of one completion has in common."""
-    return {
-        "id": f"chatcmpl-{job.id}",
-        "object": "chat.completion.chunk",
-        "created": int(job.sent_at),
-        "model": record.model,
-        "system_fingerprint": f"fp_{record.fingerprint[:12]}",
+@router.post("/completions")
+async def complete_text(wanted: CompletionIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
+    """Complete text as it is, alone or after a raw context."""
+    if wanted.context is None:
+        card = await state.fleet.card(wanted.model or None)
+        prompter = await state.fleet.prompter(card)
+        prompt = Prompt(card, None, prompter.raw(wanted.prompt, begins=True))
+    else:
+        record = await state.ready_context(wanted.context, caller.tenant)
+        if record.template != "raw":
+            raise InvalidRequest("text completions need a context with the raw template", param="context")
+        card, prompter = await model_of(state, record)
+        prompt = Prompt(card, record, prompter.raw(wanted.prompt, begins=False))
+    if not prompt.token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    choices = await choose(state, request, prompt, wanted)
+    head = {**_head(choices, prompt), "id": f"cmpl-q_{choices.id}", "object": "text_completion"}
+    headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
+    if wanted.stream:
+        return sse.Stream(_text_frames(choices, head, request.url.path, wanted.with_usage), choices.close, headers)
+    found = await choices.collect(request)
+    before = wanted.prompt if wanted.echo else ""
+    body = {
+        **head,
+        "choices": [
+            {
+                "index": index,
+                "text": before + each.text,
+                "logprobs": _text_logprobs(each.logprobs) if wanted.logprobs is not None else None,
+                "finish_reason": done_of(each).finish_reason,
+            }
+            for index, each in enumerate(found)
+        ],
+        "usage": usage_of_all([done_of(each) for each in found]),
     }
+    return JSONResponse(body, headers=headers)
 
 
-async def _frames(asked: Asked, head: dict[str, Any], path: str, with_usage: bool) -> AsyncIterator[bytes]:
+def _head(choices: Choices, prompt: Prompt) -> dict[str, Any]:
+    """What every chunk of one completion has in common."""
+    mark = prompt.card.digest if prompt.record is None else prompt.record.fingerprint
+    return {"created": choices.created, "model": choices.model, "system_fingerprint": f"fp_{mark[:12]}"}
+
+
+async def _chat_frames(choices: Choices, head: dict[str, Any], path: str, with_usage: bool) -> AsyncIterator[bytes]:
     """Chunks as OpenAI sends them: the role, deltas, the finish reason, usage if wanted, [DONE]."""
+    unused = {"usage": None} if with_usage else {}
 
-    def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return sse.frame(json.dumps({**head, "choices": [choice], **({"usage": None} if with_usage else {})}))
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return sse.frame(json.dumps({**head, "choices": [choice], **unused}))
 
+    for index in range(len(choices.asked)):
+        yield chunk(index, {"role": "assistant", "content": ""})
+    done: list[DoneEvent] = []
     try:
-        yield chunk({"role": "assistant", "content": ""})
-        async for event in asked.rest():
+        async for index, event in choices.events():
             if isinstance(event, DoneEvent):
-                yield chunk({}, event.finish_reason)
-                if with_usage:
-                    yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of(event)}))
+                done.append(event)
+                yield chunk(index, {}, event.finish_reason)
             else:
-                yield chunk({"content": event.text}, logprobs=_logprobs(event.logprobs) if event.logprobs else None)
+                logprobs = _chat_logprobs(event.logprobs) if event.logprobs else None
+                yield chunk(index, {"content": event.text}, logprobs=logprobs)
+        if with_usage:
+            yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of_all(done)}))
     except PrecisError as error:
-        metrics.ERRORS.labels(error.code).inc()
-        yield sse.frame(json.dumps(body_of(error, path)))
+        yield _error(error, path)
     yield sse.frame("[DONE]")
 
 
-def _logprobs(found: list[TokenLogprob]) -> dict[str, Any]:
+async def _text_frames(choices: Choices, head: dict[str, Any], path: str, with_usage: bool) -> AsyncIterator[bytes]:
+    """The same for text completions."""
+    done: list[DoneEvent] = []
+    try:
+        async for index, event in choices.events():
+            ended = isinstance(event, DoneEvent)
+            choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+            if isinstance(event, DoneEvent):
+                done.append(event)
+                choice["finish_reason"] = event.finish_reason
+            else:
+                choice["text"] = event.text
+                choice["logprobs"] = _text_logprobs(event.logprobs) if event.logprobs else None
+            if ended or choice["text"]:
+                yield sse.frame(json.dumps({**head, "choices": [choice], **({"usage": None} if with_usage else {})}))
+        if with_usage:
+            yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of_all(done)}))
+    except PrecisError as error:
+        yield _error(error, path)
+    yield sse.frame("[DONE]")
+
+
+def _error(error: PrecisError, path: str) -> bytes:
+    metrics.ERRORS.labels(error.code).inc()
+    return sse.frame(json.dumps(body_of(error, path)))
+
+
+def _chat_logprobs(found: list[TokenLogprob]) -> dict[str, Any]:
     return {"content": [logprob_out(each) for each in found], "refusal": None}
+
+
+def _text_logprobs(found: list[TokenLogprob]) -> dict[str, Any]:
+    starts, at = [], 0
+    for each in found:
+        starts.append(at)
+        at += len(each.token)
+    return {
+        "tokens": [each.token for each in found],
+        "token_logprobs": [each.logprob for each in found],
+        "top_logprobs": [{token: logprob for token, _, logprob in each.top} for each in found],
+        "text_offset": starts,
+    }

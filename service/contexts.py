@@ -24,6 +24,7 @@ from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
 from precis.wire.records import ContextRecord, Source
 from service.access import CallerDep, needs
+from service.beginnings import digests_of
 from service.files import extract
 from service.records import expired
 from service.schemas import CodecIn, ContextIn, ContextPatch
@@ -156,6 +157,7 @@ async def prepare(
         raw_bytes=raw_bytes,
         tenant=tenant,
         source=source,
+        beginning="" if wanted.template == "raw" else digests_of(messages)[-1],
         reserved_bytes=how.estimated_bytes(raw_bytes),
     )
     return record, token_ids

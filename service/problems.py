@@ -68,7 +68,7 @@ _RETRY_S = {errors.NoWorker: 5, errors.ShuttingDown: 2, errors.JobLost: 1}
 
 def is_openai(path: str) -> bool:
     """Whether a route answers in OpenAI's shapes."""
-    return path.startswith(("/v1/chat/", "/v1/models"))
+    return path.startswith(("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models"))
 
 
 def body_of(error: errors.PrecisError, path: str) -> dict[str, Any]:

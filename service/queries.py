@@ -41,7 +41,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
     record = await state.ready_context(context_id, caller.tenant)
     card, prompter = await model_of(state, record)
     token_ids = query_tokens(prompter, record, wanted)
-    max_tokens = check_room(card, record, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    max_tokens = check_room(card, record.n_tokens, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
     view, trim = wanted.wanted_view, wanted.wanted_trim
     job = AnswerJob(
         id=f"q_{uuid.uuid4().hex[:20]}",
@@ -65,7 +65,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
         trim_budget=trim.budget if trim else 0,
         trim=trim.kind if trim else "gkv",
     )
-    asked = await begin(state, request, record, job)
+    asked = await begin(state, request, record.model, job)
     headers = {"x-cache": asked.cache}
     if wanted.stream:
         return sse.Stream(_frames(asked), asked.close, headers)
@@ -162,7 +162,7 @@ async def score(context_id: str, wanted: ScoreIn, request: Request, state: State
         continuation = prompter.raw(item.continuation, begins=False)
         if not prompt or not continuation:
             raise InvalidRequest("prompt and continuation need at least one token each")
-        check_room(card, record, len(prompt) + len(continuation), 1)
+        check_room(card, record.n_tokens, len(prompt) + len(continuation), 1)
         n_tokens += len(prompt) + len(continuation)
         items.append(ScoreItem(int32_bytes(prompt), int32_bytes(continuation)))
     job = ScoreJob(f"s_{uuid.uuid4().hex[:20]}", record.id, items, state.follower.api_id, time.time())

@@ -57,6 +57,7 @@ class Records:
             keys.compress_jobs(record.model),
             keys.TOTALS,
             keys.usage(record.tenant),
+            keys.beginning(record.tenant, record.model, record.beginning),
         ]
         expire = "" if record.expire_at is None else record.expire_at
         bounds = [quota.max_contexts, quota.max_bytes, quota.max_active, record.reserved_bytes]
@@ -224,6 +225,7 @@ class Records:
             keys.events(record.id),
             keys.usage(record.tenant),
             keys.retention(record.id),
+            keys.beginning(record.tenant, record.model, record.beginning),
         ]
         expired_error = '{"code":"context_expired","detail":"the context has expired"}'
         await self._remove(keys=where, args=[record.id, tombstone, expired_error])

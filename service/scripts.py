@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precis.wire.accounts import ACCOUNT
 
-# KEYS: fingerprint, context, tokens, contexts, expiry, jobs, totals, usage
+# KEYS: fingerprint, context, tokens, contexts, expiry, jobs, totals, usage, beginning
 # ARGV: id, created_at, expire_at or '', most jobs, job, tokens, the tenant's bounds (contexts, bytes, active), bytes
 CREATE = (
     ACCOUNT
@@ -23,12 +23,13 @@ redis.call('SET', KEYS[3], ARGV[6])
 redis.call('ZADD', KEYS[4], ARGV[2], ARGV[1])
 if ARGV[3] ~= '' then redis.call('ZADD', KEYS[5], ARGV[3], ARGV[1]) end
 redis.call('XADD', KEYS[6], '*', 'job', ARGV[5], 'attempt', 0)
+redis.call('SADD', KEYS[9], ARGV[1])
 account(1, KEYS[2], KEYS[7], KEYS[8])
 return ARGV[1]
 """
 )
 # Takes everything of a context away but, for an expiry, the record, which says so for a day.
-# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage, retention
+# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage, retention, beginning
 REMOVE = (
     ACCOUNT
     + """
@@ -36,6 +37,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 account(-1, KEYS[1], KEYS[7], KEYS[9])
 if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
 redis.call('UNLINK', KEYS[2], KEYS[10])
+redis.call('SREM', KEYS[11], ARGV[1])
 redis.call('ZREM', KEYS[5], ARGV[1])
 if ARGV[2] == '' then
   redis.call('UNLINK', KEYS[1], KEYS[8])

@@ -113,11 +113,12 @@ class Batch:
         """Let a query join the batch at the next step."""
         sampling = job.sampling
         view, trim = choices_of(job)
+        constraint = self._served.grammars.of_schema(sampling.schema) if sampling.schema else None
         answer = Answer(
             entry=entry,
             job=job,
             session=Session.on(snapshot, view, trim),
-            sampler=Sampler(sampling.temperature, sampling.top_p, sampling.seed, sampling.n_top),
+            sampler=Sampler(sampling.temperature, sampling.top_p, sampling.seed, sampling.n_top, constraint),
             detokenizer=self._served.prompter.detokenizer(),
             stop_text=StopText(sampling.stop),
             query=np.frombuffer(job.token_ids, "<i4").tolist(),
@@ -170,6 +171,7 @@ class Batch:
         if sampled.token_id in self._served.card.eos_ids and not sampling.ignore_eos:
             self._finish(pipe, answer, "stop")
             return
+        complete = answer.sampler.constraint is not None and answer.sampler.constraint.take(sampled.token_id)
         answer.n_tokens += 1
         answer.next_token = sampled.token_id
         metrics.TOKENS.labels("decoded").inc()
@@ -181,6 +183,8 @@ class Batch:
             self._send(pipe, answer, shown)
         if stopped:
             self._finish(pipe, answer, "stop", held="")
+        elif complete:
+            self._finish(pipe, answer, "stop")
         elif answer.n_tokens >= sampling.max_tokens or answer.session.position >= self._served.card.max_length:
             self._finish(pipe, answer, "length")
 

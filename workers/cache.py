@@ -13,6 +13,7 @@ from torch import Tensor
 from precis.codecs import Codec
 from precis.container import codecs_of
 from precis.core import Snapshot
+from precis.engine import nothing_read
 from precis.errors import SnapshotError
 from precis.fingerprint import of_context
 from precis.manifest import open_manifest
@@ -37,6 +38,7 @@ class SnapshotCache:
         limit_bytes: of snapshots that are held on the device.
         arena: memory for what is loaded, or None for new memory every time.
         host_bytes: of snapshots that are held beside it; 0 where the device is the host.
+        nothing: what prompts that stand on no context share.
     """
 
     served: Served
@@ -48,6 +50,10 @@ class SnapshotCache:
     host_bytes: int = 0
     _hot: OrderedDict[str, Snapshot] = field(default_factory=OrderedDict)
     _beside: OrderedDict[str, Snapshot] = field(default_factory=OrderedDict)
+    nothing: Snapshot = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nothing = nothing_read(self.served.model)
 
     @property
     def hot_ids(self) -> list[str]:

@@ -119,10 +119,9 @@ class Worker:
 
     def _admit(self, block_ms: int | None) -> None:
         """Take what there is room for. While a compression runs, no other is taken."""
-        free = self.batch.free
-        compressions = [] if self._compressing or self._waiting else self.queue.compressions
-        if free < 1:
+        if (free := self.batch.free) < 1:
             return
+        compressions = [] if self._compressing or self._waiting else self.queue.compressions
         if block_ms is not None:  # whichever comes first; one of each stream at most
             entries = self.queue.take([*self.queue.answers, *compressions], 1, block_ms)
         else:
@@ -158,8 +157,7 @@ class Worker:
             self._failed(entry, InternalError(f"the worker failed: {type(error).__name__}"))
 
     def _compress(self, entry: Entry) -> None:
-        record = self.records.get(entry.job.id)
-        if record is None or record.status == "ready":
+        if (record := self.records.get(entry.job.id)) is None or record.status == "ready":
             self._done(entry)
             return
         self._compressing = True
@@ -224,15 +222,18 @@ class Worker:
         self._done(entry)
 
     def _check_wanted(self, job: ScoreJob) -> None:
-        if self.client.exists(keys.cancelled(job.id)) or not self.client.exists(keys.api(job.api)):
+        if self._unwanted(job):
             raise JobCancelled("the scoring was cancelled")
         self.batch.step(self.heart.lost)
+
+    def _unwanted(self, job: AnswerJob | ScoreJob) -> bool:
+        return bool(self.client.exists(keys.cancelled(job.id))) or not self.client.exists(keys.api(job.api))
 
     def _stale(self, entry: Entry, job: AnswerJob | ScoreJob) -> bool:
         """Whether nobody waits for this job, or an earlier worker had begun to answer it; then it is over."""
         if entry.attempt and already_answered(self.client, job):
             raise JobLost("the worker died while answering: ask again")
-        if self.client.exists(keys.cancelled(job.id)) or not self.client.exists(keys.api(job.api)):
+        if self._unwanted(job):
             self._done(entry)
             metrics.JOBS.labels("answer", "cancelled").inc()
             return True
@@ -240,8 +241,9 @@ class Worker:
 
     def _snapshot(self, entry: Entry, job: AnswerJob | ScoreJob) -> tuple[Snapshot, str] | None:
         """The context's snapshot and what to say of it; None if the job was put off until it can be made again."""
-        record = self.records.get(job.context_id)
-        if record is None:
+        if not job.context_id:
+            return self.cache.nothing, "miss"
+        if (record := self.records.get(job.context_id)) is None:
             raise ContextNotFound(f"there is no context {job.context_id}")
         try:
             snapshot, origin = self.cache.find(record)
@@ -260,8 +262,7 @@ class Worker:
     def _failed(self, entry: Entry, error: PrecisError) -> None:
         """The one place where an exception becomes an event and, for a context, a failed record."""
         metrics.ERRORS.labels(error.code).inc()
-        kind = _KINDS[type(entry.job)]
-        metrics.JOBS.labels(kind, error.code).inc()
+        metrics.JOBS.labels(_KINDS[type(entry.job)], error.code).inc()
         structlog.get_logger("worker").warning("job_ended", job=entry.job.id, code=error.code, why=error.detail)
         if self.heart.lost(entry):
             self.heart.release(entry)
@@ -273,10 +274,8 @@ class Worker:
             self._done(entry)
 
     def _tell_failure(self, entry: Entry, error: PrecisError) -> None:
-        if isinstance(entry.job, CompressJob):
-            record = self.records.get(entry.job.id)
-            if record is not None:
-                self.records.mark(record, status="failed", error=Problem(error.code, error.detail))
+        if isinstance(entry.job, CompressJob) and (record := self.records.get(entry.job.id)) is not None:
+            self.records.mark(record, status="failed", error=Problem(error.code, error.detail))
         if not isinstance(entry.job, PrefetchJob):  # nobody waits for it
             emit(self.client, entry.job.id, FailedEvent(error.code, error.detail))
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from precis.artifacts import Artifact
 from precis.attention.plug import attach
+from precis.constraint import Grammars
 from precis.decoder import Decoder
 from precis.engine import nothing_read, step
 from precis.errors import InternalError, UnsupportedModel
@@ -39,6 +40,7 @@ class Served:
 
     Attributes:
         weights: digest of weights and config, by which artifacts know their model.
+        grammars: for answers that must fit a schema.
     """
 
     model: Model
@@ -46,6 +48,7 @@ class Served:
     prompter: Prompter
     card: ModelCard
     weights: str
+    grammars: Grammars
 
     def with_artifact(self, artifact: Artifact | None) -> Served:
         """The same model with tables that were checked to be its own."""
@@ -131,7 +134,8 @@ def serve(name: str, location: str, device: torch.device, dtype: torch.dtype) ->
     model = replace(model, digest=card.digest)  # token ids are part of a fingerprint, so the tokenizer is as well
     rotary = Rotary(model, model.geometry.max_length)
     model = replace(model, native=native_decoder(model, rotary, probe, expected))
-    return Served(model, rotary, Prompter(card), card, weights)
+    grammars = Grammars(card.tokenizer_json, card.eos_ids[0] if card.eos_ids else 0)
+    return Served(model, rotary, Prompter(card), card, weights, grammars)
 
 
 @torch.inference_mode()

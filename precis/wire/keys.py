@@ -70,6 +70,11 @@ def retention(context_id: str) -> str:
     return f"{{precis}}:retention:{context_id}"
 
 
+def beginning(tenant: str, model: str, digest: str) -> str:
+    """Set of ids of a tenant's contexts whose messages have this digest; goes with the last of them."""
+    return f"{{precis}}:beginning:{tenant}:{model}:{digest}"
+
+
 def fingerprint(tenant: str, value: str) -> str:
     """String: id of the tenant's context with this fingerprint; as long as it lives and has not failed."""
     return f"{{precis}}:fingerprint:{tenant}:{value}"

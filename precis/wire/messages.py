@@ -52,7 +52,11 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How an answer's tokens are chosen; temperature 0 is greedy."""
+    """How an answer's tokens are chosen; temperature 0 is greedy.
+
+    Attributes:
+        schema: JSON schema that the answer must fit, as JSON; empty: none.
+    """
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -62,6 +66,7 @@ class Sampling(msgspec.Struct, frozen=True):
     n_top: int = 0
     logprobs: bool = False
     ignore_eos: bool = False
+    schema: str = ""
 
 
 class CompressJob(msgspec.Struct, frozen=True, tag="compress"):
@@ -75,6 +80,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
 
     Attributes:
         id: of the query; its events go to its own stream.
+        context_id: empty for a prompt that stands alone.
         token_ids: the query part, little-endian int32.
         view_budget: entries per kv head that the view leaves visible; 0 = no view.
         view: its kind.

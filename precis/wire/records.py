@@ -79,6 +79,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
     Attributes:
         tenant: whose it is; others find nothing under its id.
         reserved_bytes: what counts against the tenant's quota until it is stored.
+        beginning: digest of the messages, by which a chat that begins with them finds the context; empty for raw.
         template: "chat" or "raw".
         roles: of the rendered messages; empty for raw.
         body: span of the caller's text in the tokens.
@@ -100,6 +101,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
     created_at: float
     tenant: str = DEFAULT_TENANT
     reserved_bytes: int = 0
+    beginning: str = ""
     status: Status = "queued"
     name: str = ""
     metadata: dict[str, str] = {}

@@ -23,7 +23,7 @@ def test_packed_scores_equal_each_item_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("workers.score.PACK_TOKENS", 20)
     model = attached()
     snapshot = cut(read(model, tokens(100)))
-    served = Served(model, None, Prompter(card()), card(), "w")  # type: ignore[arg-type]
+    served = Served(model, None, Prompter(card()), card(), "w", None)  # type: ignore[arg-type]
     pairs = [(tokens(3 + i, seed=i).tolist(), tokens(2 + i, seed=50 + i).tolist()) for i in range(5)]
     calls: list[int] = []
     items = [ScoreItem(packed(p), packed(c)) for p, c in pairs]

@@ -6,6 +6,7 @@ PrecisError
 │  ├─ PageNotFound · UnsupportedFile · UnreadableFile
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
 │  ├─ ArtifactMissing
+│  ├─ SessionNotFound · SessionBusy
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
 │  └─ ContextTooLong · QueryTooLong · BodyTooLarge
 ├─ CapacityError           try again later
@@ -89,6 +90,14 @@ class UnsupportedFile(RequestError):
 
 class UnreadableFile(RequestError):
     code = "unreadable_file"
+
+
+class SessionNotFound(RequestError):
+    code = "session_not_found"
+
+
+class SessionBusy(RequestError):
+    code = "session_busy"
 
 
 class EmptyDocument(RequestError):

@@ -108,6 +108,10 @@ class Prompter:
             tokens += self._encode(message.content, plain=True) + self._encode(piece)
         return tokens
 
+    def closing(self, roles: tuple[str, ...]) -> list[int]:
+        """What ends the last of these messages, where only its content was fed: tokens up to the seam."""
+        return self._encode("\n") if self._template is None else self._encode(self._seam(roles))
+
     def whole(self, messages: list[Message]) -> list[int]:
         """Render a prompt that stands on no context, up to the start of the answer.
 

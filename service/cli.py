@@ -125,8 +125,8 @@ def ask(
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     how |= {key: value for key, value in {"seed": seed, "view": view, "trim": trim}.items() if value is not None}
     if question is None:
-        client.call("GET", f"/v1/contexts/{context}")
-        _talk(client, path, how)
+        session = client.call("POST", f"/v1/contexts/{context}/sessions")["id"]
+        _talk(client, path, {**how, "session": session})
     elif as_json:
         out.print_json(data=client.call("POST", path, json={**how, "prompt" if raw else "question": question}))
     else:
@@ -134,8 +134,7 @@ def ask(
 
 
 def _talk(client: Client, path: str, how: dict[str, Any]) -> None:
-    """Turn after turn until the end of the input; Ctrl-C stops an answer."""
-    turns: list[dict[str, str]] = []
+    """Turn after turn until the end of the input; Ctrl-C stops an answer, which then was never said."""
     err.print("Ask; an empty line or Ctrl-D ends.", style="dim")
     while True:
         try:
@@ -144,27 +143,22 @@ def _talk(client: Client, path: str, how: dict[str, Any]) -> None:
             return
         if not question:
             return
-        turns.append({"role": "user", "content": question})
         try:
-            turns.append({"role": "assistant", "content": _streamed(client, path, {**how, "messages": turns})})
+            _streamed(client, path, {**how, "question": question})
         except KeyboardInterrupt:
-            turns.pop()
             sys.stdout.write("\n")
 
 
-def _streamed(client: Client, path: str, body: dict[str, Any]) -> str:
-    """Print an answer as it comes; the whole of it."""
-    text = ""
+def _streamed(client: Client, path: str, body: dict[str, Any]) -> None:
+    """Print an answer as it comes."""
     for event in client.stream("POST", path, json={**body, "stream": True}):
         if event.name == "token":
-            text += event.data["text"]
             sys.stdout.write(event.data["text"])
             sys.stdout.flush()
         elif event.name == "error":
             sys.stdout.write("\n")
             raise ApiError(event.data["detail"])
     sys.stdout.write("\n")
-    return text
 
 
 @app.command("eval")

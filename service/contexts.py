@@ -28,6 +28,7 @@ from service.beginnings import digests_of
 from service.files import extract
 from service.records import expired
 from service.schemas import CodecIn, ContextIn, ContextPatch
+from service.sessions import forget_all
 from service.shapes import context_out, kept_ratio
 from service.state import State, StateDep
 
@@ -266,6 +267,7 @@ async def delete_context(context_id: str, state: StateDep, caller: CallerDep) ->
     record = await state.records.get(context_id, caller.tenant)
     if record.status not in ("ready", "failed"):
         await state.jobs.cancel(context_id)
+    await forget_all(state, context_id)
     freed = await state.records.delete(record)
     return {"id": context_id, "object": "context", "deleted": True, "freed_bytes": freed}
 

@@ -32,6 +32,8 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.UnsupportedModel: 422,
     errors.ModelNotFound: 404,
     errors.ContextNotFound: 404,
+    errors.SessionNotFound: 404,
+    errors.SessionBusy: 409,
     errors.ContextNotReady: 409,
     errors.ContextFailed: 409,
     errors.ContextExpired: 410,

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -23,12 +24,13 @@ from precis.wire.messages import (
     ScoreJob,
     TokenLogprob,
 )
-from precis.wire.records import ContextRecord
+from precis.wire.records import ContextRecord, SessionState
 from service import metrics, sse
 from service.access import CallerDep
 from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes
 from service.schemas import QueryIn, ScoreIn
+from service.sessions import begin_turn, end_turn, turn_tokens
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["queries"])
@@ -37,13 +39,64 @@ _DEFAULT_MAX_TOKENS = 256
 
 @router.post("/queries")
 async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
-    """Answer a question on top of a context's snapshot."""
+    """Answer a question on top of a context's snapshot, alone or as the next turn of a session."""
     record = await state.ready_context(context_id, caller.tenant)
+    if wanted.session is None:
+        return await _answered(record, wanted, request, state, None)
+    before = await begin_turn(state, wanted.session, record)
+    try:
+        return await _answered(record, wanted, request, state, before)
+    except BaseException:
+        await end_turn(state, wanted.session)
+        raise
+
+
+async def _answered(
+    record: ContextRecord, wanted: QueryIn, request: Request, state: State, before: SessionState | None
+) -> Response:
     card, prompter = await model_of(state, record)
-    token_ids = query_tokens(prompter, record, wanted)
-    max_tokens = check_room(card, record.n_tokens, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    roles, n_before = (*record.roles, *(before.roles if before else ())), len(before.fed) // 4 if before else 0
+    token_ids = query_tokens(prompter, record, wanted, roles)
+    token_ids = turn_tokens(prompter, roles, token_ids, before.turns if before else 0)
+    n_context = record.n_tokens + n_before + (1 if before and before.pending >= 0 else 0)
+    max_tokens = check_room(card, n_context, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    job = _job(record, wanted, state, token_ids, max_tokens)
+    if before is not None:
+        said = [] if record.template == "raw" else [m.role for m in _messages(wanted)] + ["assistant"]
+        job = msgspec.structs.replace(
+            job, session=wanted.session or "", turn=before.turns, session_roles=[*before.roles, *said]
+        )
+    asked = await begin(state, request, record.model, job)
+
+    async def close() -> None:
+        await asked.close()
+        if wanted.session is not None:
+            await end_turn(state, wanted.session)
+
+    headers = {"x-cache": asked.cache}
+    if wanted.stream:
+        return sse.Stream(_frames(asked), close, headers)
+    found = await collect(request, asked)
+    if wanted.session is not None:
+        await end_turn(state, wanted.session)
+    if found.done is None:
+        raise InvalidRequest("the answer ended early")
+    body: dict[str, Any] = {
+        "id": job.id,
+        "object": "answer",
+        "context": record.id,
+        "model": record.model,
+        "text": found.text,
+        **_end(found.done),
+    }
+    if wanted.logprobs:
+        body["logprobs"] = [logprob_out(each) for each in found.logprobs]
+    return JSONResponse(body, headers=headers)
+
+
+def _job(record: ContextRecord, wanted: QueryIn, state: State, token_ids: list[int], max_tokens: int) -> AnswerJob:
     view, trim = wanted.wanted_view, wanted.wanted_trim
-    job = AnswerJob(
+    return AnswerJob(
         id=f"q_{uuid.uuid4().hex[:20]}",
         context_id=record.id,
         token_ids=int32_bytes(token_ids),
@@ -65,24 +118,6 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
         trim_budget=trim.budget if trim else 0,
         trim=trim.kind if trim else "gkv",
     )
-    asked = await begin(state, request, record.model, job)
-    headers = {"x-cache": asked.cache}
-    if wanted.stream:
-        return sse.Stream(_frames(asked), asked.close, headers)
-    found = await collect(request, asked)
-    if found.done is None:
-        raise InvalidRequest("the answer ended early")
-    body: dict[str, Any] = {
-        "id": job.id,
-        "object": "answer",
-        "context": record.id,
-        "model": record.model,
-        "text": found.text,
-        **_end(found.done),
-    }
-    if wanted.logprobs:
-        body["logprobs"] = [logprob_out(each) for each in found.logprobs]
-    return JSONResponse(body, headers=headers)
 
 
 async def model_of(state: State, record: ContextRecord) -> tuple[ModelCard, Prompter]:
@@ -97,7 +132,7 @@ async def model_of(state: State, record: ContextRecord) -> tuple[ModelCard, Prom
     return card, await state.fleet.prompter(card)
 
 
-def query_tokens(prompter: Prompter, record: ContextRecord, wanted: QueryIn) -> list[int]:
+def query_tokens(prompter: Prompter, record: ContextRecord, wanted: QueryIn, roles: tuple[str, ...]) -> list[int]:
     """The query part, at least one token.
 
     Raises:
@@ -109,13 +144,17 @@ def query_tokens(prompter: Prompter, record: ContextRecord, wanted: QueryIn) -> 
     if wanted.prompt is not None:
         tokens = prompter.raw(wanted.prompt, begins=False)
     else:
-        messages = [m.plain() for m in wanted.messages or []] or [Message("user", wanted.question or "")]
+        messages = _messages(wanted)
         if not any(m.content.strip() for m in messages):
             raise InvalidRequest("the question is empty")
-        tokens = prompter.query_part(tuple(record.roles), messages)
+        tokens = prompter.query_part(roles, messages)
     if not tokens:
         raise InvalidRequest("the query is empty")
     return tokens
+
+
+def _messages(wanted: QueryIn) -> list[Message]:
+    return [m.plain() for m in wanted.messages or []] or [Message("user", wanted.question or "")]
 
 
 async def _frames(asked: Asked) -> AsyncIterator[bytes]:

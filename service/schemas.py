@@ -171,6 +171,7 @@ class QueryIn(SamplingIn, Strict):
     ignore_eos: bool = False
     view: ViewIn | ViewKind | None = None
     trim: TrimIn | TrimKind | None = None
+    session: str | None = Field(None, description="id of a session, of which this is the next turn")
 
     @property
     def wanted_view(self) -> ViewIn | None:
@@ -187,6 +188,8 @@ class QueryIn(SamplingIn, Strict):
         view = self.wanted_view
         if view is not None and view.slide and self.trim is not None:
             raise ValueError("a view that slides trims the answer itself: leave trim out")
+        if self.session is not None and (self.trim is not None or (view is not None and view.slide)):
+            raise ValueError("a session remembers all that was said: leave trim and slide out")
         return self
 
     @model_validator(mode="after")

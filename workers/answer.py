@@ -36,6 +36,7 @@ from workers import metrics
 from workers.events import emit
 from workers.jobs import Entry
 from workers.models import Served
+from workers.sessions import Sessions, Turn
 
 QUERY_CHUNK = 256  # query tokens prefilled per step, so that running answers do not wait long
 
@@ -59,6 +60,8 @@ class Answer:
     n_tokens: int = 0
     next_token: int = -1
     first_at: float = 0.0
+    turn: Turn | None = None
+    given: list[int] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -89,14 +92,22 @@ class Answer:
     @property
     def cached_tokens(self) -> int:
         """Context tokens that were not computed for this answer."""
-        return 0 if self.cache.startswith("recomputed") else self.session.snapshot.header.n_tokens
+        n_context = 0 if self.cache.startswith("recomputed") else self.session.snapshot.header.n_tokens
+        return n_context + self.n_resumed
+
+    @property
+    def n_resumed(self) -> int:
+        """Tokens of earlier turns whose entries were loaded."""
+        return self.turn.n_resumed if self.turn else 0
 
 
 class Batch:
     """The answers in flight of one worker."""
 
-    def __init__(self, served: Served, client: redis.Redis, slots: int, done: Callable[[Entry], None]) -> None:
-        self._served, self._redis, self._done = served, client, done
+    def __init__(
+        self, served: Served, client: redis.Redis, sessions: Sessions, slots: int, done: Callable[[Entry], None]
+    ) -> None:
+        self._served, self._redis, self._sessions, self._done = served, client, sessions, done
         self._slots = slots
         self._answers: list[Answer] = []
         self._log = structlog.get_logger("batch")
@@ -113,15 +124,18 @@ class Batch:
         """Let a query join the batch at the next step."""
         sampling = job.sampling
         view, trim = choices_of(job)
+        session = Session.on(snapshot, view, trim)
+        turn = self._sessions.resume(job, session) if job.session else None
         constraint = self._served.grammars.of_schema(sampling.schema) if sampling.schema else None
         answer = Answer(
             entry=entry,
             job=job,
-            session=Session.on(snapshot, view, trim),
+            session=session,
             sampler=Sampler(sampling.temperature, sampling.top_p, sampling.seed, sampling.n_top, constraint),
             detokenizer=self._served.prompter.detokenizer(),
             stop_text=StopText(sampling.stop),
-            query=np.frombuffer(job.token_ids, "<i4").tolist(),
+            query=[*(turn.before if turn else []), *np.frombuffer(job.token_ids, "<i4").tolist()],
+            turn=turn,
             cache=cache,
             admitted_at=time.monotonic(),
             queue_ms=max(0.0, (time.time() - job.sent_at) * 1000 - load_ms),
@@ -177,6 +191,7 @@ class Batch:
         metrics.TOKENS.labels("decoded").inc()
         shown, stopped = answer.stop_text.push(answer.detokenizer.push(sampled.token_id))
         answer.held_ids.append(sampled.token_id)
+        answer.given.append(sampled.token_id)
         if sampling.logprobs:
             answer.held_logprobs.append(self._logprob(sampled))
         if shown or sampling.logprobs:
@@ -199,6 +214,13 @@ class Batch:
 
     def _finish(self, pipe: redis.client.Pipeline, answer: Answer, reason: str, held: str | None = None) -> None:
         """End an answer well; `held` is text still to be shown, by default all that was held back."""
+        if answer.turn is not None:
+            try:
+                self._keep_turn(answer.turn, answer)
+            except (PrecisError, ValueError) as error:
+                failure = error if isinstance(error, PrecisError) else InternalError(str(error))
+                self._end(pipe, answer, FailedEvent(failure.code, failure.detail))
+                return
         if held is None:
             shown, stopped = answer.stop_text.push(answer.detokenizer.finish())
             held = shown if stopped else shown + answer.stop_text.finish()
@@ -206,13 +228,19 @@ class Batch:
             self._send(pipe, answer, held)
         event = DoneEvent(
             finish_reason="stop" if reason == "stop" else "length",
-            prompt_tokens=answer.session.snapshot.header.n_tokens + len(answer.query),
+            prompt_tokens=answer.session.snapshot.header.n_tokens + answer.n_resumed + len(answer.query),
             completion_tokens=answer.n_tokens,
             cached_tokens=answer.cached_tokens,
             cache=answer.cache,
             timings=answer.timings(),
         )
         self._end(pipe, answer, event)
+
+    def _keep_turn(self, turn: Turn, answer: Answer) -> None:
+        """Store the conversation, before anybody hears that the turn is over."""
+        fed = [*answer.query, *answer.given]
+        n_fed = answer.session.tail.n_tokens - turn.n_resumed
+        self._sessions.keep(answer.job, turn, answer.session, fed[:n_fed], fed[-1] if n_fed < len(fed) else -1)
 
     def _end(self, pipe: redis.client.Pipeline, answer: Answer, event: DoneEvent | FailedEvent) -> None:
         emit(pipe, answer.job.id, event)

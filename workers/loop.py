@@ -43,6 +43,7 @@ from workers.models import Served
 from workers.recompute import make_again
 from workers.records import Records
 from workers.score import score
+from workers.sessions import Sessions
 
 _IDLE_BLOCK_MS = 500
 _REAP_S = 1.0
@@ -69,7 +70,8 @@ class Worker:
     _reaped_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.served, self.client, self.described.slots, self._done)
+        sessions = Sessions(self.served, self.client, self.cache.store, self.cache.seal_key)
+        self.batch = Batch(self.served, self.client, sessions, self.described.slots, self._done)
 
     def run(self) -> None:
         """Work until `stopping` is set; then finish the answers in flight and give the rest back."""
@@ -197,8 +199,7 @@ class Worker:
         if self._stale(entry, job):
             return
         began = time.monotonic()
-        found = self._snapshot(entry, job)
-        if found is not None:
+        if (found := self._snapshot(entry, job)) is not None:
             self.batch.admit(entry, job, *found, load_ms=(time.monotonic() - began) * 1000)
 
     def _score(self, entry: Entry, job: ScoreJob) -> None:

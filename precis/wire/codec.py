@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from precis.wire.messages import Event, Job, ModelCard
-from precis.wire.records import ContextRecord, WorkerRecord
+from precis.wire.records import ContextRecord, SessionState, WorkerRecord
 
 _T = TypeVar("_T")
 _FIELDS = {field.name: field for field in msgspec.structs.fields(ContextRecord)}
 
 
-def encode(value: Job | Event | ModelCard | WorkerRecord) -> bytes:
+def encode(value: Job | Event | ModelCard | WorkerRecord | SessionState) -> bytes:
     """To MessagePack."""
     return msgspec.msgpack.encode(value)
 

@@ -64,6 +64,21 @@ def tokens(context_id: str) -> str:
     return f"{{precis}}:tokens:{context_id}"
 
 
+def session(session_id: str) -> str:
+    """String of a SessionState; until its time to live after the last turn is over. Its delta is a snapshot."""
+    return f"{{precis}}:session:{session_id}"
+
+
+def sessions(context_id: str) -> str:
+    """Zset of ids of a context's sessions -> created_at; goes with the context, or a month after the last."""
+    return f"{{precis}}:sessions:{context_id}"
+
+
+def turn(session_id: str) -> str:
+    """Flag: a turn of this session is being answered; two minutes, or until it ends."""
+    return f"{{precis}}:turn:{session_id}"
+
+
 def retention(context_id: str) -> str:
     """String: `k` or `p`, then per token the share of heads that kept it or its precision, a byte each; lives as the
     context does."""

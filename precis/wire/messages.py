@@ -87,6 +87,9 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
         view_slides: whether the view's recent entries make room for the answer's.
         trim_budget: entries per kv head that the trim leaves of the answer, about; 0 = no trim.
         trim: its kind.
+        session: id of the conversation that this is a turn of; empty: none.
+        turn: how many turns it had before.
+        session_roles: of its messages once this turn is answered.
         api: id of the API process that reads the answer; when it dies, the answer is dropped.
         sent_at: Unix time, seconds.
     """
@@ -102,6 +105,9 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     view_slides: bool = False
     trim_budget: int = 0
     trim: Literal["gkv", "corm", "slide"] = "gkv"
+    session: str = ""
+    turn: int = 0
+    session_roles: list[str] = []
 
 
 class ScoreItem(msgspec.Struct, frozen=True):

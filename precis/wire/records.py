@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
 import msgspec
@@ -123,6 +124,30 @@ class ContextRecord(msgspec.Struct, frozen=True):
     def protected(self) -> list[tuple[int, int]]:
         """The template's own tokens around the body, which are always kept."""
         return around(self.body, self.n_tokens)
+
+
+class SessionState(msgspec.Struct, frozen=True):
+    """A conversation on top of a context, as it was fed.
+
+    Attributes:
+        roles: of the messages after the context, in order.
+        turns: that were answered.
+        ttl_s: seconds that it lives after its last turn.
+        fed: tokens after the context whose entries its delta holds, little-endian int32.
+        pending: the last token of the last answer, where it was not fed, or -1.
+    """
+
+    context_id: str
+    tenant: str
+    roles: list[str]
+    turns: int
+    ttl_s: int
+    fed: bytes = b""
+    pending: int = -1
+
+    def expires_at(self) -> float:
+        """Unix time, seconds, if this is its last turn."""
+        return time.time() + self.ttl_s
 
 
 def around(body: tuple[int, int], n_tokens: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ PrecisError
 │  ├─ PageNotFound · UnsupportedFile · UnreadableFile
 │  ├─ InvalidRequest · EmptyDocument · BudgetTooSmall · UnsupportedModel · ModelNotFound
 │  ├─ ArtifactMissing
-│  ├─ SessionNotFound · SessionBusy
+│  ├─ SessionNotFound · SessionBusy · ResponseNotFound
 │  ├─ ContextNotFound · ContextNotReady · ContextExpired · ContextFailed
 │  └─ ContextTooLong · QueryTooLong · BodyTooLarge
 ├─ CapacityError           try again later
@@ -94,6 +94,10 @@ class UnreadableFile(RequestError):
 
 class SessionNotFound(RequestError):
     code = "session_not_found"
+
+
+class ResponseNotFound(RequestError):
+    code = "response_not_found"
 
 
 class SessionBusy(RequestError):

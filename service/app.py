@@ -21,7 +21,22 @@ from starlette.exceptions import HTTPException
 from precis import __version__
 from precis.errors import BodyTooLarge
 from precis.wire import logs
-from service import admin, audit, chat, contexts, kept, metrics, page, problems, progress, queries, sessions, system
+from service import (
+    admin,
+    audit,
+    batch,
+    chat,
+    contexts,
+    kept,
+    metrics,
+    page,
+    problems,
+    progress,
+    queries,
+    responses,
+    sessions,
+    system,
+)
 from service.access import Access, needs
 from service.events import Follower
 from service.fleet import Fleet
@@ -70,7 +85,7 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     app.include_router(system.open_router)
     app.include_router(page.router)
-    for module in (contexts, kept, progress, queries, sessions, chat, system):
+    for module in (contexts, kept, progress, queries, batch, sessions, chat, responses, system):
         app.include_router(module.router, dependencies=[Depends(needs("ask"))])
     app.include_router(admin.router)
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes)

@@ -16,10 +16,10 @@ from precis.wire.messages import DoneEvent, TokenLogprob
 from service import metrics, sse
 from service.access import CallerDep
 from service.choosing import Choices, choose, done_of, schema_of, usage_of_all
+from service.openai_schemas import ChatIn, CompletionIn
 from service.problems import body_of
 from service.prompts import Prompt, prompt_of
 from service.queries import logprob_out, model_of
-from service.schemas import ChatIn, CompletionIn
 from service.state import StateDep
 
 router = APIRouter(prefix="/v1", tags=["openai"])

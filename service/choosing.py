@@ -16,8 +16,8 @@ from precis.errors import InvalidRequest, PrecisError
 from precis.wire.messages import AnswerJob, DoneEvent, Sampling, TokenEvent
 from service.asking import Asked, Collected, begin, check_room, collect, usage
 from service.contexts import int32_bytes
+from service.openai_schemas import OpenAiIn
 from service.prompts import Prompt
-from service.schemas import OpenAiIn
 from service.state import State
 
 _DEFAULT_MAX_TOKENS = 1024

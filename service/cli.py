@@ -12,6 +12,7 @@ from rich.table import Table
 
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
 from service import administer, listing
+from service.batch_file import batch
 from service.calibrate import calibrate
 from service.client import ApiError, Client
 from service.evaluate import evaluate, read_questions
@@ -20,7 +21,16 @@ from service.terminal import URL, AsJson, Url, err, out, ready, told
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
 app = typer.Typer(no_args_is_help=True, help="Read a document once, ask it many times.")
-for command in (calibrate, listing.ls, listing.show, listing.tighten, listing.rm, listing.models, administer.top):
+for command in (
+    calibrate,
+    listing.ls,
+    listing.show,
+    listing.tighten,
+    listing.rm,
+    listing.models,
+    administer.top,
+    batch,
+):
     app.command()(command)
 app.add_typer(administer.keys, name="keys")
 app.add_typer(administer.tenants, name="tenants")

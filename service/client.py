@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,23 @@ class Client:
         self._check(response)
         body: dict[str, Any] = response.json()
         return body
+
+    def patient(self, method: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        """One request's status and body, whatever they are; a server that is full is asked again when it says so.
+
+        Raises:
+            ApiError: if the server cannot be reached.
+        """
+        while True:
+            try:
+                response = self._http.request(method, path, **options)
+            except httpx.HTTPError as error:
+                raise self._unreachable(error) from error
+            wait = response.headers.get("retry-after", "")
+            if response.status_code not in (429, 503) or not wait.isdigit():
+                body: dict[str, Any] = response.json()
+                return response.status_code, body
+            time.sleep(int(wait))
 
     def stream(self, method: str, path: str, **options: Any) -> Iterator[ServerEvent]:
         """Server-sent events of one request, until the server ends them.

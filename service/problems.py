@@ -33,6 +33,7 @@ STATUS: dict[type[errors.PrecisError], int] = {
     errors.ModelNotFound: 404,
     errors.ContextNotFound: 404,
     errors.SessionNotFound: 404,
+    errors.ResponseNotFound: 404,
     errors.SessionBusy: 409,
     errors.ContextNotReady: 409,
     errors.ContextFailed: 409,

@@ -76,13 +76,31 @@ async def _answered(
     headers = {"x-cache": asked.cache}
     if wanted.stream:
         return sse.Stream(_frames(asked), close, headers)
-    found = await collect(request, asked)
+    body = await _body(record, wanted, request, asked)
     if wanted.session is not None:
         await end_turn(state, wanted.session)
+    return JSONResponse(body, headers=headers)
+
+
+async def whole_answer(record: ContextRecord, wanted: QueryIn, request: Request, state: State) -> dict[str, Any]:
+    """The answer to a question that stands alone, as clients see it.
+
+    Raises:
+        PrecisError: whatever went wrong.
+    """
+    card, prompter = await model_of(state, record)
+    token_ids = query_tokens(prompter, record, wanted, tuple(record.roles))
+    max_tokens = check_room(card, record.n_tokens, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    asked = await begin(state, request, record.model, _job(record, wanted, state, token_ids, max_tokens))
+    return await _body(record, wanted, request, asked)
+
+
+async def _body(record: ContextRecord, wanted: QueryIn, request: Request, asked: Asked) -> dict[str, Any]:
+    found = await collect(request, asked)
     if found.done is None:
         raise InvalidRequest("the answer ended early")
     body: dict[str, Any] = {
-        "id": job.id,
+        "id": asked.job_id,
         "object": "answer",
         "context": record.id,
         "model": record.model,
@@ -91,7 +109,7 @@ async def _answered(
     }
     if wanted.logprobs:
         body["logprobs"] = [logprob_out(each) for each in found.logprobs]
-    return JSONResponse(body, headers=headers)
+    return body
 
 
 def _job(record: ContextRecord, wanted: QueryIn, state: State, token_ids: list[int], max_tokens: int) -> AnswerJob:

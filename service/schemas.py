@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -210,89 +210,3 @@ class ScoreIn(Strict):
     """Continuations to score."""
 
     items: list[ScoreItemIn] = Field(min_length=1, max_length=256)
-
-
-class StreamOptions(BaseModel):
-    """OpenAI's."""
-
-    include_usage: bool = False
-
-
-class OpenAiIn(SamplingIn):
-    """What OpenAI's completions share; unknown fields are ignored, as their clients expect."""
-
-    model: str = ""
-    context: str | None = Field(None, description="id of a context that the prompt follows")
-    temperature: float = Field(1.0, ge=0, le=2)
-    n: int = Field(1, ge=1, le=16)
-    stop: str | list[str] | None = None  # type: ignore[assignment]
-    stream: bool | None = False  # type: ignore[assignment]
-    stream_options: StreamOptions | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        """Stop strings as a list."""
-        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
-    def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Of the answer."""
-        return self.max_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
-        return False
-
-    @property
-    def n_top(self) -> int:
-        """Alternatives per token."""
-        return 0
-
-
-class ChatIn(OpenAiIn):
-    """OpenAI's chat completion request, plus `context`."""
-
-    messages: list[MessageIn] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 20)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(0, ge=0, le=20)  # type: ignore[assignment]
-    response_format: dict[str, Any] | None = None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Of the answer, by either name."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
-        return bool(self.logprobs)
-
-    @property
-    def n_top(self) -> int:
-        """Alternatives per token."""
-        return (self.top_logprobs or 0) if self.logprobs else 0
-
-
-class CompletionIn(OpenAiIn):
-    """OpenAI's text completion request, plus `context`."""
-
-    prompt: str
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether tokens come with their log-probabilities."""
-        return self.logprobs is not None
-
-    @property
-    def n_top(self) -> int:
-        """Alternatives per token."""
-        return self.logprobs or 0

@@ -74,6 +74,11 @@ def sessions(context_id: str) -> str:
     return f"{{precis}}:sessions:{context_id}"
 
 
+def response(response_id: str) -> str:
+    """String of a stored response, JSON; as long as contexts live by default."""
+    return f"{{precis}}:response:{response_id}"
+
+
 def turn(session_id: str) -> str:
     """Flag: a turn of this session is being answered; two minutes, or until it ends."""
     return f"{{precis}}:turn:{session_id}"

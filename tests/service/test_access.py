@@ -111,6 +111,7 @@ def test_a_foreign_context_looks_exactly_like_one_that_never_was(guarded: Stack)
     unknown = "ctx_" + "0" * 20
     bodies: dict[str, Any] = {
         "/queries": {"question": "Who?"},
+        "/batch": {"questions": ["Who?"]},
         "/score": {"items": [{"prompt": "a", "continuation": "b"}]},
     }
     n_seen = 0
@@ -127,7 +128,7 @@ def test_a_foreign_context_looks_exactly_like_one_that_never_was(guarded: Stack)
         assert seen[0] == seen[1], (method, path)
         assert seen[0][0] == 404, (method, path, seen)
         n_seen += 1
-    assert n_seen >= 9
+    assert n_seen >= 11
     chat = {"messages": [{"role": "user", "content": "Who?"}], "context": context["id"]}
     assert other.post("/v1/chat/completions", json=chat).status_code == 404
     assert other.get("/v1/contexts").json()["data"] == []

@@ -107,3 +107,31 @@ def test_keys_are_made_used_and_revoked(run: Any) -> None:
 def test_deleting(run: Any, context: str) -> None:
     assert "MB freed" in run("rm", context).stdout
     assert run("show", context).exit_code == 1
+
+
+def test_a_file_of_requests_becomes_a_file_of_answers(run: Any, context: str, tmp_path: Path) -> None:
+    def line(custom_id: str, url: str, **body: Any) -> str:
+        return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"max_tokens": 4, **body}})
+
+    messages = [{"role": "user", "content": "Who jumps?"}]
+    lines = [
+        line("one", "/v1/chat/completions", messages=messages, context=context),
+        line("two", "/v1/completions", prompt="The fox"),
+        line("bad", "/v1/chat/completions", messages=messages, context="ctx_none"),
+    ]
+    asked, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("\n".join(lines) + "\n\n")
+    assert run("batch", str(asked), "-o", str(answers)).exit_code == 1
+    found = [json.loads(each) for each in answers.read_text().splitlines()]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in found] == [
+        ("one", 200),
+        ("two", 200),
+        ("bad", 404),
+    ]
+    assert found[0]["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    asked.write_text(lines[0])
+    assert json.loads(run("batch", str(asked)).stdout)["custom_id"] == "one"
+    asked.write_text('{"custom_id": 1}')
+    assert "line 1 is not" in run("batch", str(asked)).stderr
+    asked.write_text(json.dumps({"custom_id": "x", "url": "/v1/contexts", "body": {}}))
+    assert "line 1: the url" in run("batch", str(asked)).stderr

@@ -87,7 +87,8 @@ CALLS: list[Call] = [
         "invalid_request",
     ),
     ("POST", "/v1/contexts", {"files": {"other": b"x"}}, 422, "invalid_request"),
-    ("POST", "/v1/contexts", {"files": {"file": b"\xff\xfe\x00"}}, 422, "invalid_request"),
+    ("POST", "/v1/contexts", {"files": {"file": b"caf\xe9"}}, 422, "unreadable_file"),
+    ("POST", "/v1/contexts", {"files": {"file": b"\x00\x01\x02"}}, 415, "unsupported_file"),
     ("POST", "/v1/contexts", {"files": {"file": b"x"}, "data": {"options": "[1]"}}, 422, "invalid_request"),
     ("POST", "/v1/contexts", {"json": _MANY}, 413, "context_too_long"),
     ("POST", "/v1/contexts", {"content": b" " * (21 << 20)}, 413, "body_too_large"),
@@ -190,13 +191,13 @@ def test_a_context_that_is_not_ready_is_a_conflict_that_names_its_status(stack: 
 
 
 OPENAI_CALLS: list[tuple[dict[str, Any], int, str]] = [
-    ({"messages": [{"role": "user", "content": "x"}]}, 422, "invalid_request"),
+    ({"messages": [{"role": "user", "content": "x"}], "n": 99}, 422, "invalid_request"),
     ({"messages": [], "context": "ctx_none"}, 422, "invalid_request"),
     ({"messages": [{"role": "user", "content": "x"}], "context": "ctx_none"}, 404, "context_not_found"),
 ]
 
 
-@pytest.mark.parametrize("call", OPENAI_CALLS, ids=["no-context", "no-messages", "unknown-context"])
+@pytest.mark.parametrize("call", OPENAI_CALLS, ids=["too-many-choices", "no-messages", "unknown-context"])
 def test_openai_routes_answer_in_openai_shape(stack: Stack, call: tuple[dict[str, Any], int, str]) -> None:
     body, status, code = call
     response = stack.http().post("/v1/chat/completions", json=body)

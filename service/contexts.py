@@ -201,7 +201,8 @@ async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextR
     try:
         while record.status not in ("ready", "failed") and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(subscription.queue.get(), min(1.0, max(0.01, deadline - time.monotonic())))
+                async with asyncio.timeout(min(1.0, max(0.01, deadline - time.monotonic()))):
+                    await subscription.queue.get()
             record = await state.records.get(record.id, record.tenant)
     finally:
         state.follower.unfollow(subscription)

@@ -126,7 +126,8 @@ async def events_of(subscription: Subscription, timeout_s: float) -> AsyncIterat
     """
     while True:
         try:
-            entry_id, event = await asyncio.wait_for(subscription.queue.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                entry_id, event = await subscription.queue.get()
         except TimeoutError:
             raise JobLost(f"no worker sent anything for {timeout_s:g} seconds: ask again") from None
         yield entry_id, event

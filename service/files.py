@@ -127,7 +127,8 @@ async def _read(kind: str, data: bytes) -> list[str]:
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "LANG": "C.UTF-8", "PYTHONUTF8": "1"},
     )
     try:
-        out, _ = await asyncio.wait_for(process.communicate(data), _SECONDS)
+        async with asyncio.timeout(_SECONDS):
+            out, _ = await process.communicate(data)
     except TimeoutError:
         raise UnreadableFile(f"the {kind.upper()} takes more than {_SECONDS} seconds to read") from None
     finally:

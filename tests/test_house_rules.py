@@ -68,6 +68,12 @@ def test_no_vague_names_no_unpickling_no_environment_in_the_library(path: Path) 
         assert "open(" not in path.read_text().replace("mmap", "")
 
 
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_wait_that_can_swallow_a_cancellation(path: Path) -> None:
+    """`asyncio.wait_for` of Python 3.11 does, when its result and the cancellation come together."""
+    assert "asyncio.wait_for(" not in path.read_text()
+
+
 @pytest.mark.parametrize("package", ["precis", "service"])
 def test_package_roots_import_nothing(package: str) -> None:
     tree = parse(ROOT / package / "__init__.py")

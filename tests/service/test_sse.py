@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from precis.wire.messages import TokenEvent
 from service import sse
+from service.events import Subscription, events_of
 
 
 async def run(frames: AsyncIterator[bytes], disconnect_after: float | None) -> tuple[bytes, int]:
@@ -49,3 +51,25 @@ async def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -
     sent, _ = await run(slow(0.18), None)
     assert sent.count(b": still here\n\n") >= 2
     assert sent.endswith(b"event: token\ndata: 1\n\n")
+
+
+async def test_a_reader_of_many_events_can_be_stopped_at_any_moment() -> None:
+    """Its queue is never empty, so that a cancellation always comes together with an event."""
+    subscription = Subscription("q", "0-0")
+    for index in range(200_000):
+        subscription.queue.put_nowait((f"{index}-0", TokenEvent("x", [1])))
+
+    async def read() -> int:
+        n = 0
+        async for _ in events_of(subscription, 10.0):
+            n += 1
+        return n
+
+    for _ in range(50):
+        task = asyncio.create_task(read())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+    assert subscription.queue.qsize() > 100_000

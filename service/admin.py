@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from precis.wire import keys
 from precis.wire.records import ApiKey, Quota
-from service.access import needs
+from service.access import Scope, needs
+from service.schemas import Strict
 from service.state import StateDep
 
 router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(needs("admin"))])
@@ -19,20 +20,18 @@ _TENANT = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 Tenant = Annotated[str, Path(pattern=_TENANT)]
 
 
-class KeyIn(BaseModel):
+class KeyIn(Strict):
     """A key to be made."""
 
-    model_config = ConfigDict(extra="forbid")
     tenant: str = Field("default", pattern=_TENANT, description="whose contexts it sees")
-    scopes: list[Literal["ask", "write", "admin"]] = Field(["ask", "write"], min_length=1)
+    scopes: list[Scope] = Field(["ask", "write"], min_length=1)
     name: str = Field("", max_length=128)
     ttl_s: int | None = Field(None, gt=0, description="seconds to live; left out: for ever")
 
 
-class QuotaIn(BaseModel):
+class QuotaIn(Strict):
     """A tenant's bounds; 0 = none."""
 
-    model_config = ConfigDict(extra="forbid")
     max_contexts: int = Field(0, ge=0)
     max_bytes: int = Field(0, ge=0, description="stored; estimated while a context is being compressed")
     max_active: int = Field(0, ge=0, description="contexts waiting or being compressed")
@@ -77,7 +76,7 @@ async def set_quota(tenant: Tenant, wanted: QuotaIn, state: StateDep) -> dict[st
 
 @router.get("/audit")
 async def audit(state: StateDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
-    """Who changed what, the newest first; the last 10,000 changes and refusals are kept."""
+    """Who changed what, the newest first; the last 10,000 changes are kept."""
     found = await state.stores.queue.xrevrange(keys.AUDIT, count=limit)
     data = []
     for entry_id, fields in found:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from precis.errors import JobCancelled, PrecisError, QueryTooLong, from_code
+from precis.errors import InvalidRequest, JobCancelled, PrecisError, QueryTooLong, from_code
 from precis.wire.messages import (
     AnswerJob,
     CacheEvent,
@@ -122,6 +122,17 @@ async def collect(request: Request, asked: Asked) -> Collected:
     finally:
         await asked.close()
     return found
+
+
+def done_of(found: Collected) -> DoneEvent:
+    """How an answer ended.
+
+    Raises:
+        InvalidRequest: if it did not.
+    """
+    if found.done is None:
+        raise InvalidRequest("the answer ended early")
+    return found.done
 
 
 async def scored(state: State, request: Request, record: ContextRecord, job: ScoreJob) -> ScoredEvent:

@@ -1,11 +1,12 @@
 """OpenAI's chat and text completions: the `openai` SDK works against them, streaming too.
 
-A chat that begins like a stored context is answered on it."""
+A chat that begins like a stored context is answered on it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,8 @@ from precis.errors import InvalidRequest, PrecisError
 from precis.wire.messages import DoneEvent, TokenLogprob
 from service import metrics, sse
 from service.access import CallerDep
-from service.choosing import Choices, choose, done_of, schema_of, usage_of_all
+from service.asking import done_of
+from service.choosing import Choices, choose, schema_of, usage_of_all
 from service.openai_schemas import ChatIn, CompletionIn
 from service.problems import body_of
 from service.prompts import Prompt, prompt_of
@@ -23,6 +25,7 @@ from service.queries import logprob_out, model_of
 from service.state import StateDep
 
 router = APIRouter(prefix="/v1", tags=["openai"])
+_Shown = Callable[[str | None, list[TokenLogprob]], dict[str, Any]]
 
 
 @router.post("/chat/completions")
@@ -35,7 +38,9 @@ async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, calle
     headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
     if wanted.stream:
         head["object"] = "chat.completion.chunk"
-        return sse.Stream(_chat_frames(choices, head, request.url.path, wanted.with_usage), choices.close, headers)
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        frames = _frames(choices, head, request.url.path, wanted.with_usage, opening, _chat_part)
+        return sse.Stream(frames, choices.close, headers)
     found = await choices.collect(request)
     body = {
         **head,
@@ -73,7 +78,8 @@ async def complete_text(wanted: CompletionIn, request: Request, state: StateDep,
     head = {**_head(choices, prompt), "id": f"cmpl-q_{choices.id}", "object": "text_completion"}
     headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
     if wanted.stream:
-        return sse.Stream(_text_frames(choices, head, request.url.path, wanted.with_usage), choices.close, headers)
+        frames = _frames(choices, head, request.url.path, wanted.with_usage, None, _text_part)
+        return sse.Stream(frames, choices.close, headers)
     found = await choices.collect(request)
     before = wanted.prompt if wanted.echo else ""
     body = {
@@ -98,57 +104,51 @@ def _head(choices: Choices, prompt: Prompt) -> dict[str, Any]:
     return {"created": choices.created, "model": choices.model, "system_fingerprint": f"fp_{mark[:12]}"}
 
 
-async def _chat_frames(choices: Choices, head: dict[str, Any], path: str, with_usage: bool) -> AsyncIterator[bytes]:
-    """Chunks as OpenAI sends them: the role, deltas, the finish reason, usage if wanted, [DONE]."""
+async def _frames(
+    choices: Choices, head: dict[str, Any], path: str, with_usage: bool, opening: dict[str, Any] | None, shown: _Shown
+) -> AsyncIterator[bytes]:
+    """Chunks as OpenAI sends them: an opening if there is one, parts, finish reasons, usage if wanted, [DONE].
+
+    Args:
+        choices: what is answered.
+        head: of every chunk.
+        path: of the route, whose errors look alike.
+        with_usage: whether the last chunk tells it.
+        opening: what every choice begins with, or None.
+        shown: a text with its log-probabilities as part of a choice, empty to send nothing; None and [] at the end.
+    """
     unused = {"usage": None} if with_usage else {}
 
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return sse.frame(json.dumps({**head, "choices": [choice], **unused}))
+    def chunk(index: int, part: dict[str, Any], reason: str | None = None) -> bytes:
+        return sse.frame(json.dumps({**head, "choices": [{"index": index, **part, "finish_reason": reason}], **unused}))
 
-    for index in range(len(choices.asked)):
-        yield chunk(index, {"role": "assistant", "content": ""})
+    for index in range(len(choices.asked) if opening is not None else 0):
+        yield chunk(index, opening or {})
     done: list[DoneEvent] = []
     try:
         async for index, event in choices.events():
             if isinstance(event, DoneEvent):
                 done.append(event)
-                yield chunk(index, {}, event.finish_reason)
-            else:
-                logprobs = _chat_logprobs(event.logprobs) if event.logprobs else None
-                yield chunk(index, {"content": event.text}, logprobs=logprobs)
+                yield chunk(index, shown(None, []), event.finish_reason)
+            elif part := shown(event.text, event.logprobs):
+                yield chunk(index, part)
         if with_usage:
             yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of_all(done)}))
     except PrecisError as error:
-        yield _error(error, path)
+        metrics.ERRORS.labels(error.code).inc()
+        yield sse.frame(json.dumps(body_of(error, path)))
     yield sse.frame("[DONE]")
 
 
-async def _text_frames(choices: Choices, head: dict[str, Any], path: str, with_usage: bool) -> AsyncIterator[bytes]:
-    """The same for text completions."""
-    done: list[DoneEvent] = []
-    try:
-        async for index, event in choices.events():
-            ended = isinstance(event, DoneEvent)
-            choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
-            if isinstance(event, DoneEvent):
-                done.append(event)
-                choice["finish_reason"] = event.finish_reason
-            else:
-                choice["text"] = event.text
-                choice["logprobs"] = _text_logprobs(event.logprobs) if event.logprobs else None
-            if ended or choice["text"]:
-                yield sse.frame(json.dumps({**head, "choices": [choice], **({"usage": None} if with_usage else {})}))
-        if with_usage:
-            yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of_all(done)}))
-    except PrecisError as error:
-        yield _error(error, path)
-    yield sse.frame("[DONE]")
+def _chat_part(text: str | None, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    delta = {} if text is None else {"content": text}
+    return {"delta": delta, "logprobs": _chat_logprobs(logprobs) if logprobs else None}
 
 
-def _error(error: PrecisError, path: str) -> bytes:
-    metrics.ERRORS.labels(error.code).inc()
-    return sse.frame(json.dumps(body_of(error, path)))
+def _text_part(text: str | None, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    if text == "" and not logprobs:
+        return {}
+    return {"text": text or "", "logprobs": _text_logprobs(logprobs) if logprobs else None}
 
 
 def _chat_logprobs(found: list[TokenLogprob]) -> dict[str, Any]:

@@ -124,17 +124,6 @@ async def choose(state: State, request: Request, prompt: Prompt, wanted: OpenAiI
     return Choices(request_id, int(now), prompt.card.name, begun[0].cache, begun)
 
 
-def done_of(found: Collected) -> DoneEvent:
-    """How an answer ended.
-
-    Raises:
-        InvalidRequest: if it did not.
-    """
-    if found.done is None:
-        raise InvalidRequest("the answer ended early")
-    return found.done
-
-
 def usage_of_all(done: list[DoneEvent]) -> dict[str, Any]:
     """Usage of several choices of one prompt, as OpenAI counts it: the prompt once."""
     return usage(done[0].prompt_tokens, sum(each.completion_tokens for each in done), done[0].cached_tokens)

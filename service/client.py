@@ -40,10 +40,7 @@ class Client:
         Raises:
             ApiError: with the server's own words.
         """
-        try:
-            response = self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        response = self._sent(method, path, **options)
         self._check(response)
         body: dict[str, Any] = response.json()
         return body
@@ -55,10 +52,7 @@ class Client:
             ApiError: if the server cannot be reached.
         """
         while True:
-            try:
-                response = self._http.request(method, path, **options)
-            except httpx.HTTPError as error:
-                raise self._unreachable(error) from error
+            response = self._sent(method, path, **options)
             wait = response.headers.get("retry-after", "")
             if response.status_code not in (429, 503) or not wait.isdigit():
                 body: dict[str, Any] = response.json()
@@ -77,6 +71,12 @@ class Client:
                     response.read()
                 self._check(response)
                 yield from _events(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _sent(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 

@@ -103,17 +103,11 @@ class InputPart(BaseModel):
     text: str
 
 
-class InputItem(BaseModel):
+class InputItem(MessageIn):
     """A message in OpenAI's responses."""
 
     type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-
-    def plain(self) -> Message:
-        """For the library."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+    content: str | list[InputPart]  # type: ignore[assignment]
 
 
 class TextConfig(BaseModel):

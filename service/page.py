@@ -22,6 +22,7 @@ _TYPES = {
 _FILES = {
     path.name: path.read_bytes() for path in Path(__file__).with_name("static").iterdir() if path.suffix in _TYPES
 }
+_TAGS = {name: f'"{hashlib.sha256(data).hexdigest()[:16]}"' for name, data in _FILES.items()}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -55,8 +56,7 @@ async def static(name: str, if_none_match: Annotated[str | None, Header()] = Non
 def _file(name: str, known: str | None) -> Response:
     if name not in _FILES:
         raise PageNotFound(f"there is no file {name}")
-    tag = f'"{hashlib.sha256(_FILES[name]).hexdigest()[:16]}"'
-    headers = {**_HEADERS, "ETag": tag}
-    if known == tag:
+    headers = {**_HEADERS, "ETag": _TAGS[name]}
+    if known == _TAGS[name]:
         return Response(status_code=304, headers=headers)
     return Response(_FILES[name], media_type=_TYPES[Path(name).suffix], headers=headers)

@@ -27,10 +27,10 @@ from precis.wire.messages import (
 from precis.wire.records import ContextRecord, SessionState
 from service import metrics, sse
 from service.access import CallerDep
-from service.asking import Asked, begin, check_room, collect, problem_of, scored, timings_out, usage, usage_of
+from service.asking import Asked, begin, check_room, collect, done_of, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes
 from service.schemas import QueryIn, ScoreIn
-from service.sessions import begin_turn, end_turn, turn_tokens
+from service.sessions import begin_turn, end_turn
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["queries"])
@@ -41,44 +41,27 @@ _DEFAULT_MAX_TOKENS = 256
 async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer a question on top of a context's snapshot, alone or as the next turn of a session."""
     record = await state.ready_context(context_id, caller.tenant)
-    if wanted.session is None:
-        return await _answered(record, wanted, request, state, None)
-    before = await begin_turn(state, wanted.session, record)
-    try:
-        return await _answered(record, wanted, request, state, before)
-    except BaseException:
-        await end_turn(state, wanted.session)
-        raise
+    before = None if wanted.session is None else await begin_turn(state, wanted.session, record)
 
-
-async def _answered(
-    record: ContextRecord, wanted: QueryIn, request: Request, state: State, before: SessionState | None
-) -> Response:
-    card, prompter = await model_of(state, record)
-    roles, n_before = (*record.roles, *(before.roles if before else ())), len(before.fed) // 4 if before else 0
-    token_ids = query_tokens(prompter, record, wanted, roles)
-    token_ids = turn_tokens(prompter, roles, token_ids, before.turns if before else 0)
-    n_context = record.n_tokens + n_before + (1 if before and before.pending >= 0 else 0)
-    max_tokens = check_room(card, n_context, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
-    job = _job(record, wanted, state, token_ids, max_tokens)
-    if before is not None:
-        said = [] if record.template == "raw" else [m.role for m in _messages(wanted)] + ["assistant"]
-        job = msgspec.structs.replace(
-            job, session=wanted.session or "", turn=before.turns, session_roles=[*before.roles, *said]
-        )
-    asked = await begin(state, request, record.model, job)
-
-    async def close() -> None:
-        await asked.close()
+    async def over() -> None:
         if wanted.session is not None:
             await end_turn(state, wanted.session)
 
-    headers = {"x-cache": asked.cache}
-    if wanted.stream:
-        return sse.Stream(_frames(asked), close, headers)
-    body = await _body(record, wanted, request, asked)
-    if wanted.session is not None:
-        await end_turn(state, wanted.session)
+    try:
+        asked = await _begun(record, wanted, request, state, before)
+        headers = {"x-cache": asked.cache}
+        if wanted.stream:
+
+            async def close() -> None:
+                await asked.close()
+                await over()
+
+            return sse.Stream(_frames(asked), close, headers)
+        body = await _body(record, wanted, request, asked)
+    except BaseException:
+        await over()
+        raise
+    await over()
     return JSONResponse(body, headers=headers)
 
 
@@ -88,24 +71,38 @@ async def whole_answer(record: ContextRecord, wanted: QueryIn, request: Request,
     Raises:
         PrecisError: whatever went wrong.
     """
+    return await _body(record, wanted, request, await _begun(record, wanted, request, state))
+
+
+async def _begun(
+    record: ContextRecord, wanted: QueryIn, request: Request, state: State, before: SessionState | None = None
+) -> Asked:
+    """A question that a worker has taken up, after what its session said `before`."""
     card, prompter = await model_of(state, record)
-    token_ids = query_tokens(prompter, record, wanted, tuple(record.roles))
-    max_tokens = check_room(card, record.n_tokens, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
-    asked = await begin(state, request, record.model, _job(record, wanted, state, token_ids, max_tokens))
-    return await _body(record, wanted, request, asked)
+    roles, n_context = tuple(record.roles), record.n_tokens
+    if before is not None:
+        roles, n_context = (*roles, *before.roles), n_context + before.n_fed + (before.pending >= 0)
+    token_ids = query_tokens(prompter, record, wanted, roles)
+    if before is not None and before.turns and roles:  # the end of the answer before was never fed
+        token_ids = [*prompter.closing(roles), *token_ids]
+    max_tokens = check_room(card, n_context, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
+    job = _job(record, wanted, state, token_ids, max_tokens)
+    if before is not None:
+        said = [] if record.template == "raw" else [*(m.role for m in _messages(wanted)), "assistant"]
+        session = wanted.session or ""
+        job = msgspec.structs.replace(job, session=session, turn=before.turns, session_roles=[*before.roles, *said])
+    return await begin(state, request, record.model, job)
 
 
 async def _body(record: ContextRecord, wanted: QueryIn, request: Request, asked: Asked) -> dict[str, Any]:
     found = await collect(request, asked)
-    if found.done is None:
-        raise InvalidRequest("the answer ended early")
     body: dict[str, Any] = {
         "id": asked.job_id,
         "object": "answer",
         "context": record.id,
         "model": record.model,
         "text": found.text,
-        **_end(found.done),
+        **_end(done_of(found)),
     }
     if wanted.logprobs:
         body["logprobs"] = [logprob_out(each) for each in found.logprobs]

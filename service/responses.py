@@ -17,7 +17,8 @@ from precis.wire import keys
 from precis.wire.messages import DoneEvent, Message
 from service import metrics, sse
 from service.access import Caller, CallerDep
-from service.choosing import Choices, choose, done_of, schema_of
+from service.asking import done_of
+from service.choosing import Choices, choose, schema_of
 from service.openai_schemas import ResponseIn
 from service.problems import body_of
 from service.prompts import prompt_of
@@ -119,8 +120,11 @@ def _head(choices: Choices, wanted: ResponseIn) -> dict[str, Any]:
 def _item(head: dict[str, Any], text: str | None, status: str) -> dict[str, Any]:
     """The one message of a response."""
     content = [] if text is None else [_part(text)]
-    item_id = head["id"].replace("resp_", "msg_")
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": _item_id(head), "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _item_id(head: dict[str, Any]) -> str:
+    return str(head["id"]).replace("resp_", "msg_")
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def _finished(head: dict[str, Any], text: str, done: DoneEvent) -> dict[str, Any
 
 async def _frames(choices: Choices, head: dict[str, Any], finished: Any, path: str) -> AsyncIterator[bytes]:
     """Events as OpenAI sends them, numbered."""
-    number, text, place = 0, "", {"item_id": _item(head, None, "")["id"], "output_index": 0, "content_index": 0}
+    number, text, place = 0, "", {"item_id": _item_id(head), "output_index": 0, "content_index": 0}
 
     def event(kind: str, **data: Any) -> bytes:
         nonlocal number

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import Field
 
 from precis.errors import InvalidRequest, SessionBusy, SessionNotFound
-from precis.text import Prompter
 from precis.wire import keys
 from precis.wire.codec import decode, encode
 from precis.wire.records import ContextRecord, SessionState
 from service.access import CallerDep
 from service.schemas import Strict
+from service.shapes import stamp
 from service.state import State, StateDep
 
 router = APIRouter(tags=["sessions"])
@@ -103,19 +101,13 @@ async def end_turn(state: State, session_id: str) -> None:
     await state.stores.queue.unlink(keys.turn(session_id))
 
 
-def turn_tokens(prompter: Prompter, roles: Sequence[str], own: list[int], turns: int) -> list[int]:
-    """A turn's tokens: the end of the answer before it, which was never fed, and its own."""
-    return own if not turns or not roles else [*prompter.closing(tuple(roles)), *own]
-
-
 def session_out(session_id: str, found: SessionState, left_s: int) -> dict[str, Any]:
     """A session as clients see it."""
-    expire = datetime.fromtimestamp(time.time() + max(0, left_s), UTC)
     return {
         "id": session_id,
         "object": "session",
         "context": found.context_id,
         "turns": found.turns,
-        "tokens": len(found.fed) // 4,
-        "expire_time": expire.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "tokens": found.n_fed,
+        "expire_time": stamp(int(time.time()) + max(0, left_s)),
     }

@@ -76,6 +76,9 @@ def running_server(*extra: str) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+ADMIN_KEY = "an admin key that is long enough"
+
+
 def wait_for(condition: Any, seconds: float = 20.0, step: float = 0.02) -> Any:
     """The condition's first true value; errors count as false until time is up."""
     deadline = time.monotonic() + seconds

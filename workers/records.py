@@ -18,10 +18,11 @@ _MARK = (
     ACCOUNT
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-account(-1, KEYS[1], KEYS[2], KEYS[4])
+local moves = ARGV[1] ~= ''  -- without a status, what a context takes stays as it is
+if moves then account(-1, KEYS[1], KEYS[2], KEYS[4]) end
 redis.call('HSET', KEYS[1], unpack(ARGV, 4))
 if ARGV[3] ~= '' then redis.call('SET', KEYS[5], ARGV[3]) end
-account(1, KEYS[1], KEYS[2], KEYS[4])
+if moves then account(1, KEYS[1], KEYS[2], KEYS[4]) end
 if ARGV[1] == 'failed' and redis.call('GET', KEYS[3]) == ARGV[2] then redis.call('DEL', KEYS[3]) end
 return 1
 """

@@ -16,7 +16,6 @@ import torch
 
 from precis.container import CODECS, pack
 from precis.core import Snapshot, SnapshotHeader
-from precis.engine import nothing_read
 from precis.errors import SessionBusy, SessionNotFound, SnapshotError
 from precis.fingerprint import digest
 from precis.manifest import open_manifest
@@ -105,7 +104,7 @@ class Sessions:
         state = SessionState(
             before.context_id, before.tenant, job.session_roles, before.turns + 1, before.ttl_s, tokens, pending
         )
-        if session.tail.n_tokens != len(tokens) // 4:
+        if session.tail.n_tokens != state.n_fed:
             raise ValueError("the tail does not hold what was fed")
         delta = self._delta(state, session)
         self._store.put(job.session, pack(delta, CODECS[_CODEC], self._served.rotary, self._key), before.expires_at())
@@ -123,14 +122,14 @@ class Sessions:
         return Snapshot(g, marked, keys_, values, positions, torch.arange(n_heads + 1) * n)
 
     def _load(self, session_id: str, state: SessionState, context: Snapshot) -> Tail:
-        model, g, n = self._served.model, context.geometry, len(state.fed) // 4
+        model, g, n = self._served.model, context.geometry, state.n_fed
         manifest = open_manifest(self._store.manifest(session_id), self._key)
         check_manifest(manifest, g, _mark(context.header.fingerprint, state.fed))
         if any(count != n for layer in manifest.counts for count in layer):
             raise ValueError("the delta does not hold what was fed")
         blobs = self._store.blobs(session_id, manifest.blob_bytes)
         found = unpack(manifest, blobs, model, self._served.rotary)
-        tail = Tail.empty(g, nothing_read(model).keys)
+        tail = Tail.empty(g, context.keys)
         tail.make_room(n)
         shape = (g.n_layers, g.n_kv_heads, n)
         tail.keys[:, :, :n] = found.keys.view(*shape, g.head_dim)

@@ -145,6 +145,11 @@ class SessionState(msgspec.Struct, frozen=True):
     fed: bytes = b""
     pending: int = -1
 
+    @property
+    def n_fed(self) -> int:
+        """Tokens that its delta holds."""
+        return len(self.fed) // 4
+
     def expires_at(self) -> float:
         """Unix time, seconds, if this is its last turn."""
         return time.time() + self.ttl_s

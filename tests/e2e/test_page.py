@@ -12,10 +12,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.stack import Stack, running_server, running_stack
+from tests.stack import ADMIN_KEY, Stack, running_server, running_stack
 
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
-ADMIN = "an admin key that is long enough"
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +141,12 @@ def test_tabs_work_by_keyboard_and_nothing_overflows_on_a_phone(page: Page) -> N
 
 
 def test_with_keys_the_page_asks_for_one(browser: Browser, tiny_folder: Path) -> None:
-    with running_server() as server, running_stack(server, tiny_folder, PRECIS_ADMIN_KEY=ADMIN) as guarded:
+    with running_server() as server, running_stack(server, tiny_folder, PRECIS_ADMIN_KEY=ADMIN_KEY) as guarded:
         page = browser.new_page()
         page.goto(guarded.base_url)
         dialog = page.get_by_role("dialog", name="API key")
         expect(dialog).to_be_visible()
-        dialog.get_by_label("Key", exact=True).fill(ADMIN)
+        dialog.get_by_label("Key", exact=True).fill(ADMIN_KEY)
         dialog.get_by_role("button", name="Use it").click()
         expect(page.get_by_text("Nothing is stored yet")).to_be_visible()
         page.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,18 +14,11 @@ import pytest
 from precis.wire import keys
 from service.app import create_app
 from service.settings import Settings, check_exposure
-from tests.stack import Stack, running_server, running_stack, wait_for
+from tests.stack import ADMIN_KEY, Stack, wait_for
 
-ADMIN = "an admin key that is long enough"
 DOCUMENT = "The quick brown fox jumps over the lazy dog. " * 12
 EASY = {"policy": "snapkv", "keep_ratio": 0.5}
 OPEN = {"/v1", "/healthz", "/readyz", "/metrics"}
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_folder: Path) -> Iterator[Stack]:
-    with running_server() as server, running_stack(server, tiny_folder, PRECIS_ADMIN_KEY=ADMIN) as stack:
-        yield stack
 
 
 def key(stack: Stack, **wanted: Any) -> httpx.Client:
@@ -233,7 +224,7 @@ def test_changes_are_noted_with_who_made_them(guarded: Stack) -> None:
         ("example.org", "", False, False),
         ("0.0.0.0", "", True, True),
         ("0.0.0.0", "short", False, False),
-        ("0.0.0.0", ADMIN, False, True),
+        ("0.0.0.0", ADMIN_KEY, False, True),
     ],
 )
 def test_without_keys_a_server_listens_on_loopback_only(

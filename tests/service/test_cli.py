@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,15 @@ from typer.testing import CliRunner, Result
 
 from service.cli import app
 from tests.service.test_files import pdf, word
-from tests.stack import Stack, running_server, running_stack
+from tests.stack import ADMIN_KEY, Stack
 
-ADMIN = "an admin key that is long enough"
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 FAST = ["--policy", "snapkv", "--keep-ratio", "0.5"]
 
 
-@pytest.fixture(scope="module")
-def guarded(tiny_folder: Path) -> Iterator[Stack]:
-    with running_server() as server, running_stack(server, tiny_folder, PRECIS_ADMIN_KEY=ADMIN) as stack:
-        yield stack
-
-
 @pytest.fixture
 def run(guarded: Stack) -> Any:
-    def run(*arguments: str, given: str | None = None, key: str = ADMIN) -> Result:
+    def run(*arguments: str, given: str | None = None, key: str = ADMIN_KEY) -> Result:
         environment = {"PRECIS_URL": guarded.base_url, "PRECIS_API_KEY": key, "COLUMNS": "200"}
         return CliRunner().invoke(app, list(arguments), env=environment, input=given)
 

@@ -18,16 +18,6 @@ EASY = {"policy": "snapkv", "keep_ratio": 0.5}
 WHO = {"role": "user", "content": "Who jumps?"}
 
 
-@pytest.fixture(scope="module")
-def sdk(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=stack.base_url + "/v1", api_key="unused", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def model(sdk: openai.OpenAI) -> str:
-    return sdk.models.list().data[0].id
-
-
 def upload(stack: Stack, **fields: Any) -> dict[str, Any]:
     response = stack.http().post("/v1/contexts?wait=60", json={"compression": EASY, **fields})
     assert response.status_code == 200, response.text

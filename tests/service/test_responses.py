@@ -17,16 +17,6 @@ EASY = {"policy": "snapkv", "keep_ratio": 0.5}
 
 
 @pytest.fixture(scope="module")
-def sdk(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=stack.base_url + "/v1", api_key="unused", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def model(sdk: openai.OpenAI) -> str:
-    return sdk.models.list().data[0].id
-
-
-@pytest.fixture(scope="module")
 def context(stack: Stack) -> dict[str, Any]:
     body = {"text": DOCUMENT + "responses", "compression": EASY}
     found: dict[str, Any] = stack.http().post("/v1/contexts?wait=60", json=body).json()

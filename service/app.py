@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from precis import __version__
 from precis.errors import BodyTooLarge
 from precis.wire import logs
+from precis.wire.vault import Vault
 from service import (
     admin,
     audit,
@@ -55,15 +56,16 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        stores = connect(settings.queue_url, settings.store_url)
+        stores, vault = connect(settings.queue_url, settings.store_url), Vault(settings.encryption_keys)
         state = State(
             settings=settings,
             stores=stores,
-            records=Records(stores, settings.compress_queue_limit),
+            records=Records(stores, settings.compress_queue_limit, vault),
             jobs=Jobs(stores.queue, settings.answer_queue_limit),
             fleet=Fleet(stores.queue, settings.worker_grace_s),
             follower=Follower(stores.queue, uuid.uuid4().hex[:12]),
             access=Access(stores.queue, settings.admin_key, quota_of(settings)),
+            vault=vault,
         )
         app.state.precis = state
         await state.follower.start()

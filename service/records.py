@@ -17,6 +17,7 @@ from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob
 from precis.wire.presets import Compression
 from precis.wire.records import ContextRecord, Quota
+from precis.wire.vault import Vault
 from service import metrics
 from service.scripts import CREATE, PATCH, REMOVE, REQUEUE
 from service.store import Stores
@@ -30,8 +31,8 @@ _FILL = 0.9  # share of the store's memory that snapshots may take
 class Records:
     """Context records on the queue instance, and their snapshots' expiry on the store instance."""
 
-    def __init__(self, stores: Stores, compress_limit: int) -> None:
-        self._queue, self._store = stores.queue, stores.snapshots
+    def __init__(self, stores: Stores, compress_limit: int, vault: Vault) -> None:
+        self._queue, self._store, self._vault = stores.queue, stores.snapshots, vault
         self._limit = compress_limit
         self._create = self._queue.register_script(CREATE)
         self._remove = self._queue.register_script(REMOVE)
@@ -61,7 +62,8 @@ class Records:
         ]
         expire = "" if record.expire_at is None else record.expire_at
         bounds = [quota.max_contexts, quota.max_bytes, quota.max_active, record.reserved_bytes]
-        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), token_ids]
+        source = self._vault.seal(token_ids, record.id, "tokens")
+        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), source]
         for _ in range(2):
             answer: str = (await self._create(keys=where, args=[*args, *bounds, *fields])).decode()
             if answer.startswith("quota:"):
@@ -137,9 +139,23 @@ class Records:
             ContextNotFound: if it was deleted meanwhile.
         """
         tokens, told = await self._queue.mget(keys.tokens(record.id), keys.retention(record.id))
+        tokens = tokens and self._vault.unseal(tokens, record.id, "tokens")
+        told = told and self._vault.unseal(told, record.id, "retention")
         if not tokens or not told or len(told) != 1 + len(tokens) // 4:
             raise ContextNotFound(f"there is no context {record.id}")
         return list(struct.unpack(f"<{len(tokens) // 4}i", tokens)), told
+
+    async def tokens(self, record: ContextRecord) -> bytes:
+        """A context's tokens, little-endian int32.
+
+        Raises:
+            ContextNotFound: if it was deleted meanwhile.
+            SnapshotCorrupt: if they cannot be decrypted.
+        """
+        stored = await self._queue.get(keys.tokens(record.id))
+        if stored is None:
+            raise ContextNotFound(f"there is no context {record.id}")
+        return self._vault.unseal(bytes(stored), record.id, "tokens")
 
     async def patch(self, record: ContextRecord, **changes: Any) -> ContextRecord:
         """Change fields; a changed expiry moves the snapshot's as well.
@@ -169,9 +185,7 @@ class Records:
             InvalidRequest: naming the context that has this document at this budget already.
             QueueFull: if too many contexts wait; nothing was changed then.
         """
-        tokens = await self._queue.get(keys.tokens(record.id))
-        if tokens is None:
-            raise ContextNotFound(f"there is no context {record.id}")
+        tokens = await self.tokens(record)
         fingerprint = of_context(model_digest, tokens, how.parameters())
         changes = record_fields(compression=how, fingerprint=fingerprint, status="queued", fidelity=None)
         where = [

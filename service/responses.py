@@ -61,7 +61,8 @@ async def create_response(wanted: ResponseIn, request: Request, state: StateDep,
         if wanted.store:
             kept = Stored(caller.tenant, [*turns, Message("assistant", text)], context, body)
             ttl = state.settings.default_ttl_s
-            await state.stores.queue.set(keys.response(body["id"]), msgspec.json.encode(kept), ex=ttl)
+            stored = state.vault.seal(msgspec.json.encode(kept), body["id"], "response")
+            await state.stores.queue.set(keys.response(body["id"]), stored, ex=ttl)
         return body
 
     if wanted.stream:
@@ -86,7 +87,8 @@ async def delete_response(response_id: str, state: StateDep, caller: CallerDep) 
 
 async def _find(state: State, caller: Caller, response_id: str) -> Stored:
     stored = await state.stores.queue.get(keys.response(response_id))
-    found = None if stored is None else msgspec.json.decode(stored, type=Stored)
+    plain = None if stored is None else state.vault.unseal(stored, response_id, "response")
+    found = None if plain is None else msgspec.json.decode(plain, type=Stored)
     if found is None or found.tenant != caller.tenant:
         raise ResponseNotFound(f"there is no response {response_id}, or it has expired")
     return found

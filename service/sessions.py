@@ -37,7 +37,8 @@ async def create_session(
     made = SessionState(record.id, caller.tenant, [], 0, (wanted or SessionIn()).ttl_s)
     session_id = f"ses_{uuid.uuid4().hex[:20]}"
     async with state.stores.queue.pipeline(transaction=True) as pipe:
-        pipe.set(keys.session(session_id), encode(made), ex=made.ttl_s)
+        stored = state.vault.seal(encode(made), session_id, "state")
+        pipe.set(keys.session(session_id), stored, ex=made.ttl_s)
         pipe.zadd(keys.sessions(record.id), {session_id: time.time()})
         pipe.expire(keys.sessions(record.id), _LONGEST_S)
         await pipe.execute()
@@ -76,7 +77,7 @@ async def find(state: State, session_id: str, tenant: str) -> SessionState:
         SessionNotFound: if there is none, it has expired, or it is another tenant's.
     """
     stored = await state.stores.queue.get(keys.session(session_id))
-    found = None if stored is None else decode(stored, SessionState)
+    found = None if stored is None else decode(state.vault.unseal(stored, session_id, "state"), SessionState)
     if found is None or found.tenant != tenant:
         raise SessionNotFound(f"there is no session {session_id}, or it has expired")
     return found

@@ -34,6 +34,9 @@ class Settings(BaseSettings):
     worker_grace_s: float = Field(10.0, ge=0, description="seconds without a live worker before requests get 503")
     admin_key: str = Field("", description="secret that makes keys; with it every request needs a key")
     open: bool = Field(False, description="without admin_key: let everybody in who reaches the port, not only loopback")
+    encryption_keys: str = Field(
+        "", description="secrets that encrypt what is stored, by commas; the first seals, all open; as at the workers"
+    )
     quota_contexts: int = Field(0, ge=0, description="contexts of a tenant that has no quota of its own; 0: any number")
     quota_bytes: int = Field(0, ge=0, description="stored bytes of such a tenant; 0: any number")
     quota_active: int = Field(0, ge=0, description="contexts of such a tenant that wait or are compressed; 0: any")

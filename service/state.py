@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from precis import errors
 from precis.wire.records import ContextRecord
+from precis.wire.vault import Vault
 from service.access import Access
 from service.events import Follower
 from service.fleet import Fleet
@@ -29,6 +30,7 @@ class State:
     fleet: Fleet
     follower: Follower
     access: Access
+    vault: Vault
     draining: bool = field(default=False)
 
     async def ready_context(self, context_id: str, tenant: str) -> ContextRecord:

@@ -22,6 +22,7 @@ from precis.errors import PrecisError
 from precis.wire import logs
 from precis.wire.presets import HEADS, TRANSFORM
 from precis.wire.records import WorkerRecord
+from precis.wire.vault import Vault
 from workers import artifacts, models
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
@@ -29,6 +30,7 @@ from workers.jobs import Heart, Queue
 from workers.loop import Worker
 from workers.memory import Arena, keep_freed
 from workers.records import Records
+from workers.sessions import Sessions
 from workers.settings import Settings, load
 from workers.snapshots import SnapshotStore
 from workers.warm import warm
@@ -51,8 +53,9 @@ def build(settings: Settings, served: models.Served) -> Worker:
     """Wire a worker together."""
     worker_id = uuid.uuid4().hex[:12]
     client = connect(settings.queue_url)
-    records = Records(client)
-    store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes)
+    vault = Vault(settings.encryption_keys)
+    records = Records(client, vault)
+    store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes, vault=vault)
     seal_key = settings.seal_key.encode()
     on_cpu = served.model.device.type == "cpu"
     arena = Arena(settings.hot_bytes) if on_cpu and settings.hot_bytes > 0 else None
@@ -65,6 +68,7 @@ def build(settings: Settings, served: models.Served) -> Worker:
         records=records,
         cache=SnapshotCache(served, records, store, seal_key, settings.hot_bytes, arena, beside),
         compressor=Compressor(served, client, records, store, seal_key),
+        sessions=Sessions(served, client, store, seal_key, vault),
         described=WorkerRecord(
             id=worker_id,
             pid=os.getpid(),

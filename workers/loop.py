@@ -62,6 +62,7 @@ class Worker:
     records: Records
     cache: SnapshotCache
     compressor: Compressor
+    sessions: Sessions
     described: WorkerRecord
     stopping: bool = False
     batch: Batch = field(init=False)
@@ -70,8 +71,7 @@ class Worker:
     _reaped_at: float = 0.0
 
     def __post_init__(self) -> None:
-        sessions = Sessions(self.served, self.client, self.cache.store, self.cache.seal_key)
-        self.batch = Batch(self.served, self.client, sessions, self.described.slots, self._done)
+        self.batch = Batch(self.served, self.client, self.sessions, self.described.slots, self._done)
 
     def run(self) -> None:
         """Work until `stopping` is set; then finish the answers in flight and give the rest back."""

@@ -12,6 +12,7 @@ from precis.wire import keys
 from precis.wire.accounts import ACCOUNT
 from precis.wire.codec import decode_record, record_fields
 from precis.wire.records import ContextRecord
+from precis.wire.vault import Vault
 
 # A record that was deleted meanwhile is not brought back.
 _MARK = (
@@ -32,8 +33,8 @@ return 1
 class Records:
     """Context records on the queue instance."""
 
-    def __init__(self, client: redis.Redis) -> None:
-        self._redis = client
+    def __init__(self, client: redis.Redis, vault: Vault | None = None) -> None:
+        self._redis, self._vault = client, vault or Vault()
         self._mark = client.register_script(_MARK)
 
     def get(self, context_id: str) -> ContextRecord | None:
@@ -46,16 +47,18 @@ class Records:
 
         Raises:
             SnapshotMissing: if they are gone.
+            SnapshotCorrupt: if they cannot be decrypted.
         """
         stored: Any = self._redis.get(keys.tokens(context_id))
         if stored is None:
             raise SnapshotMissing("the context's source tokens are gone: upload it again")
-        return bytes(stored)
+        return self._vault.unseal(bytes(stored), context_id, "tokens")
 
     def mark(self, record: ContextRecord, retention: bytes = b"", **changes: Any) -> bool:
         """Set fields, and what was kept of each token; False if the context was deleted meanwhile."""
         fields = [part for pair in record_fields(**changes).items() for part in pair]
         status = changes.get("status", "")
+        kept = self._vault.seal(retention, record.id, "retention") if retention else b""
         where = [
             keys.context(record.id),
             keys.TOTALS,
@@ -63,7 +66,7 @@ class Records:
             keys.usage(record.tenant),
             keys.retention(record.id),
         ]
-        return bool(self._mark(keys=where, args=[status, record.id, retention, *fields]))
+        return bool(self._mark(keys=where, args=[status, record.id, kept, *fields]))
 
     def touch(self, record: ContextRecord) -> None:
         """Remember that the context was used now."""

@@ -26,6 +26,7 @@ from precis.wire import keys
 from precis.wire.codec import decode, encode
 from precis.wire.messages import AnswerJob
 from precis.wire.records import SessionState
+from precis.wire.vault import Vault
 from workers import metrics
 from workers.models import Served
 from workers.snapshots import SnapshotStore
@@ -58,8 +59,11 @@ class Turn:
 class Sessions:
     """Takes conversations up, and stores them after each turn."""
 
-    def __init__(self, served: Served, client: redis.Redis, store: SnapshotStore, seal_key: bytes) -> None:
+    def __init__(
+        self, served: Served, client: redis.Redis, store: SnapshotStore, seal_key: bytes, vault: Vault
+    ) -> None:
         self._served, self._redis, self._store, self._key = served, client, store, seal_key
+        self._vault = vault
         self._advance = client.register_script(_ADVANCE)
 
     def resume(self, job: AnswerJob, session: Session) -> Turn:
@@ -71,7 +75,7 @@ class Sessions:
         stored: Any = self._redis.get(keys.session(job.session))
         if stored is None:
             raise SessionNotFound(f"there is no session {job.session}, or it has expired")
-        state = decode(stored, SessionState)
+        state = decode(self._vault.unseal(bytes(stored), job.session, "state"), SessionState)
         if state.turns != job.turn:
             raise SessionBusy("another turn of this session was answered meanwhile: ask again")
         fed, pending = np.frombuffer(state.fed, "<i4").tolist(), [] if state.pending < 0 else [state.pending]
@@ -108,7 +112,7 @@ class Sessions:
             raise ValueError("the tail does not hold what was fed")
         delta = self._delta(state, session)
         self._store.put(job.session, pack(delta, CODECS[_CODEC], self._served.rotary, self._key), before.expires_at())
-        args: list[Any] = [turn.stored, encode(state), before.ttl_s]
+        args: list[Any] = [turn.stored, self._vault.seal(encode(state), job.session, "state"), before.ttl_s]
         if not self._advance(keys=[keys.session(job.session)], args=args):
             raise SessionBusy("another turn of this session was answered meanwhile: ask again")
 

@@ -30,6 +30,9 @@ class Settings(BaseSettings):
     hot_bytes: int = Field(2 << 30, ge=0, description="bytes of snapshots kept ready on the device")
     host_bytes: int = Field(8 << 30, ge=0, description="bytes of snapshots kept in host memory beside a GPU")
     seal_key: str = Field("", description="secret that signs snapshots; set it where others can write to the store")
+    encryption_keys: str = Field(
+        "", description="secrets that encrypt what is stored, by commas; the first seals, all open; as at the API"
+    )
     metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
     role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")
     chunk_bytes: int = Field(

@@ -15,6 +15,7 @@ import redis
 from precis.container import Packed
 from precis.errors import SnapshotMissing, StoreFull
 from precis.wire import keys
+from precis.wire.vault import Vault
 
 _PART_BYTES = 512 << 20
 _STAGING_S = 600
@@ -25,8 +26,10 @@ _FULL = "the snapshot store is full: delete contexts, or give it more memory"
 class SnapshotStore:
     """Put, get and remove snapshots."""
 
-    def __init__(self, client: redis.Redis, chunk_bytes: int, part_bytes: int = _PART_BYTES) -> None:
-        self._redis = client
+    def __init__(
+        self, client: redis.Redis, chunk_bytes: int, part_bytes: int = _PART_BYTES, vault: Vault | None = None
+    ) -> None:
+        self._redis, self._vault = client, vault or Vault()
         self._chunk_bytes = chunk_bytes
         self._part_bytes = part_bytes
 
@@ -52,8 +55,9 @@ class SnapshotStore:
         parts = split_layers([len(blob) for blob in packed.blobs], self._part_bytes)
         staged = [keys.staging(context_id, token, part) for part in range(len(parts))]
         try:
-            n_fields = [self._write(key, packed, layers) for key, layers in zip(staged, parts, strict=True)]
-            self._redis.hset(staged[0], mapping={"m": packed.manifest, "parts": len(parts)})
+            n_fields = [self._write(context_id, key, packed, layers) for key, layers in zip(staged, parts, strict=True)]
+            manifest = self._vault.seal(packed.manifest, context_id, "m")
+            self._redis.hset(staged[0], mapping={"m": manifest, "parts": len(parts)})
             n_fields[0] += 1
             if [self._redis.hlen(key) for key in staged] != n_fields:
                 return False
@@ -76,12 +80,14 @@ class SnapshotStore:
         finally:
             self._redis.unlink(*staged)
 
-    def _write(self, key: str, packed: Packed, layers: range) -> int:
+    def _write(self, context_id: str, key: str, packed: Packed, layers: range) -> int:
         """Write whole layers; the number of fields."""
         n_fields = 1
         for layer in layers:
             for piece, start in enumerate(range(0, len(packed.blobs[layer]), self._chunk_bytes)):
-                self._redis.hset(key, f"{layer}.{piece}", packed.blobs[layer][start : start + self._chunk_bytes])
+                field = f"{layer}.{piece}"
+                data = packed.blobs[layer][start : start + self._chunk_bytes]
+                self._redis.hset(key, field, self._vault.seal(data, context_id, field))
                 n_fields += 1
             self._redis.expire(key, _STAGING_S)
         self._redis.hset(key, "m", b"")
@@ -93,31 +99,34 @@ class SnapshotStore:
 
         Raises:
             SnapshotMissing: if there is no snapshot, or it expired or was evicted.
+            SnapshotCorrupt: if it cannot be decrypted.
         """
         found: Any = self._redis.hget(keys.snapshot(context_id), "m")
         if not found:
             raise SnapshotMissing("the snapshot is not in the store any more")
-        return bytes(found)
+        return self._vault.unseal(bytes(found), context_id, "m")
 
     def blobs(self, context_id: str, sizes: list[int]) -> Iterator[bytes]:
         """Blobs in layer order, one layer at a time.
 
         Raises:
             SnapshotMissing: if the snapshot goes while it is being read.
+            SnapshotCorrupt: if a piece cannot be decrypted.
         """
         parts = split_layers(sizes, self._part_bytes)
         for part, layers in enumerate(parts):
             for layer in layers:
-                yield self._read(keys.snapshot(context_id, part), layer, sizes[layer])
+                yield self._read(context_id, part, layer, sizes[layer])
 
-    def _read(self, key: str, layer: int, size: int) -> bytes:
-        blob = bytearray()
+    def _read(self, context_id: str, part: int, layer: int, size: int) -> bytes:
+        key, blob = keys.snapshot(context_id, part), bytearray()
         piece = 0
         while len(blob) < size:  # the writer's pieces may have another size than ours
-            found: Any = self._redis.hget(key, f"{layer}.{piece}")
+            field = f"{layer}.{piece}"
+            found: Any = self._redis.hget(key, field)
             if not found:
                 break  # the length will show it
-            blob += found
+            blob += self._vault.unseal(bytes(found), context_id, field)
             piece += 1
         if len(blob) < size and not self._redis.exists(key):
             raise SnapshotMissing("the snapshot expired or was evicted while it was being read")

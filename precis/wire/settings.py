@@ -24,6 +24,7 @@ SERVICE_NAMES = frozenset(
         "quota_bytes",
         "quota_active",
         "quota_requests_per_minute",
+        "encryption_keys",
     }
 )
 WORKER_NAMES = frozenset(
@@ -41,6 +42,7 @@ WORKER_NAMES = frozenset(
         "hot_bytes",
         "host_bytes",
         "seal_key",
+        "encryption_keys",
         "metrics_port",
         "role",
         "chunk_bytes",

@@ -106,8 +106,8 @@ def test_what_is_evicted_while_it_is_written_is_written_again(client: Any, monke
     write, count = SnapshotStore._write, client.hlen
 
     def evicted_after(n_times: int) -> None:
-        def written(self: SnapshotStore, key: str, made: Packed, layers: range) -> int:
-            n_fields = write(self, key, made, layers)
+        def written(self: SnapshotStore, context_id: str, key: str, made: Packed, layers: range) -> int:
+            n_fields = write(self, context_id, key, made, layers)
             if len(taken) < n_times:
                 taken.append(client.unlink(key))
             return n_fields
@@ -149,7 +149,7 @@ def test_a_full_store_publishes_nothing_and_says_so() -> None:
 
 def test_a_worker_killed_while_writing_leaves_nothing_for_ever(server: Server, client: Any) -> None:
     store = SnapshotStore(client, CHUNK)
-    store._write("staging:{c}:x:0", packed(), range(5))
+    store._write("c", "staging:{c}:x:0", packed(), range(5))
     assert 0 < client.ttl("staging:{c}:x:0") <= 600
     with pytest.raises(SnapshotMissing):
         store.manifest("c")

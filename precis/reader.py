@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from math import prod
 
@@ -152,6 +152,19 @@ def open_block(manifest: Manifest, index: int, blob: bytes, codec: Codec, device
         )
     except (ValueError, IndexError) as error:
         raise SnapshotCorrupt(f"layer {first} of the snapshot cannot be decoded: {error}") from error
+
+
+def levels_in(manifest: Manifest, blobs: Sequence[bytes]) -> bytes:
+    """The levels that lie after the blobs of a ranked snapshot, a byte per entry.
+
+    Raises:
+        SnapshotCorrupt: if they are missing or damaged.
+    """
+    n = len(manifest.blob_bytes)
+    raw = blobs[n] if len(blobs) > n else b""
+    if len(raw) != sum(map(sum, manifest.counts)) or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
+        raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
+    return raw
 
 
 def decode_block(opened: Opened, codec: Codec, keys: Tensor, values: Tensor) -> None:

@@ -59,6 +59,11 @@ class Prompter:
         with_special = self._tokenizer.encode("a").ids
         self._bos_id = bos_id if bos_id is not None and with_special[:1] == [bos_id] else None
 
+    @property
+    def n_vocabulary(self) -> int:
+        """Tokens that there are."""
+        return self._tokenizer.get_vocab_size()
+
     def context_part(self, messages: list[Message]) -> ContextPart:
         """Render whole messages with the model's template.
 

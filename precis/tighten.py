@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from precis.blob import Block
 from precis.container import Packed, packed
 from precis.core import Geometry, Ranks, Snapshot, SnapshotHeader
-from precis.errors import SnapshotCorrupt
 from precis.manifest import Manifest
 from precis.ranking import group_count, levels_of, rank_across
-from precis.reader import read_block, reader_of
+from precis.reader import levels_in, read_block, reader_of
 
 _ALWAYS = 255
 
@@ -49,13 +47,10 @@ def tighten(
     """
     if not manifest.ranked:
         raise ValueError("the snapshot's policy does not nest its selections")
-    n = sum(map(sum, manifest.counts))
     n_blobs = len(manifest.blob_bytes)
     if n_blobs != manifest.n_layers:
         raise ValueError("layers that are coded together are not cut down")
-    raw = blobs[n_blobs] if len(blobs) > n_blobs else b""
-    if len(raw) != n or xxhash.xxh3_64_hexdigest(raw) != manifest.ranks_sum:
-        raise SnapshotCorrupt("the levels of the snapshot are missing or damaged")
+    raw = levels_in(manifest, blobs)
     codec = reader_of(manifest)
     layers = [read_block(manifest, layer, blobs[layer], codec) for layer in range(n_blobs)]
     positions = torch.from_numpy(np.concatenate([head for layer in layers for head in layer.heads]))

@@ -28,6 +28,7 @@ from service import (
     batch,
     chat,
     contexts,
+    exchange,
     kept,
     metrics,
     page,
@@ -87,10 +88,10 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     app.include_router(system.open_router)
     app.include_router(page.router)
-    for module in (contexts, kept, progress, queries, batch, sessions, chat, responses, system):
+    for module in (contexts, exchange, kept, progress, queries, batch, sessions, chat, responses, system):
         app.include_router(module.router, dependencies=[Depends(needs("ask"))])
     app.include_router(admin.router)
-    app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     return app
 
 
@@ -101,8 +102,9 @@ def _operation_id(route: APIRoute) -> str:
 class Watch:
     """Counts and logs every request, and answers bodies that are declared too large in our own shape."""
 
-    def __init__(self, app: Any, max_body_bytes: int) -> None:
-        self._app, self._max_body_bytes = app, max_body_bytes
+    def __init__(self, app: Any, max_body_bytes: int, max_import_bytes: int) -> None:
+        self._app, self._limits = app, {"/v1/contexts/import": max_import_bytes}
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """As ASGI."""
@@ -120,15 +122,14 @@ class Watch:
             await send(message)
 
         length = dict(scope["headers"]).get(b"content-length", b"0")
+        limit = self._limits.get(scope["path"], self._max_body_bytes)
         try:
-            if length.isdigit() and int(length) > self._max_body_bytes:
-                error = BodyTooLarge(
-                    f"the body has {int(length)} bytes, the limit is {self._max_body_bytes}", limit=self._max_body_bytes
-                )
+            if length.isdigit() and int(length) > limit:
+                error = BodyTooLarge(f"the body has {int(length)} bytes, the limit is {limit}", limit=limit)
                 await _drain(receive, 4 * self._max_body_bytes)
                 await problems.response_of(error, scope["path"])(scope, receive, noting)
             else:
-                await self._app(scope, self._bounded(receive), noting)
+                await self._app(scope, _bounded(receive, limit), noting)
         finally:
             await audit.note(scope, _route(scope), status)
             metrics.REQUESTS.labels(scope["method"], _route(scope), status).inc()
@@ -141,19 +142,20 @@ class Watch:
                 ms=round((time.monotonic() - began) * 1000, 1),
             )
 
-    def _bounded(self, receive: Any) -> Any:
-        """A body that does not say its length is cut off at the limit."""
-        n_read = 0
 
-        async def receive_bounded() -> MutableMapping[str, Any]:
-            nonlocal n_read
-            message: MutableMapping[str, Any] = await receive()
-            n_read += len(message.get("body", b""))
-            if n_read > self._max_body_bytes:
-                raise HTTPException(413)  # FastAPI lets no other exception out of its body parsing
-            return message
+def _bounded(receive: Any, limit: int) -> Any:
+    """A body that does not say its length is cut off at the limit."""
+    n_read = 0
 
-        return receive_bounded
+    async def receive_bounded() -> MutableMapping[str, Any]:
+        nonlocal n_read
+        message: MutableMapping[str, Any] = await receive()
+        n_read += len(message.get("body", b""))
+        if n_read > limit:
+            raise HTTPException(413)  # FastAPI lets no other exception out of its body parsing
+        return message
+
+    return receive_bounded
 
 
 async def _drain(receive: Any, limit: int) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
-from service import administer, listing
+from service import administer, listing, transfer
 from service.batch_file import batch
 from service.calibrate import calibrate
 from service.client import ApiError, Client
@@ -32,6 +32,8 @@ for command in (
     batch,
 ):
     app.command()(command)
+app.command("export")(transfer.export_context)
+app.command("import")(transfer.import_context)
 app.add_typer(administer.keys, name="keys")
 app.add_typer(administer.tenants, name="tenants")
 

@@ -59,6 +59,21 @@ class Client:
                 return response.status_code, body
             time.sleep(int(wait))
 
+    def download(self, path: str) -> Iterator[bytes]:
+        """The bytes of one response, as they come.
+
+        Raises:
+            ApiError: with the server's own words, or if they end early.
+        """
+        try:
+            with self._http.stream("GET", path) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                yield from response.iter_bytes()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
     def stream(self, method: str, path: str, **options: Any) -> Iterator[ServerEvent]:
         """Server-sent events of one request, until the server ends them.
 

@@ -71,12 +71,24 @@ async def create_context(
     record, token_ids = await prepare(state, wanted, caller.tenant, source)
     await state.fleet.need_worker(record.model, job="compress")
     await state.records.check_room(record.reserved_bytes)
+    body, status, headers = await created(state, request, record, token_ids, wait)
+    return JSONResponse(body, status, headers=headers)
+
+
+async def created(
+    state: State, request: Request, record: ContextRecord, token_ids: bytes, wait: float | None
+) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """Store a new context, or find the one that has its fingerprint; what is said of it, the status and headers.
+
+    Raises:
+        QueueFull, QuotaExceeded: if too many wait, or the tenant has too many.
+    """
     request.state.target = record.id
-    record, new = await state.records.create(record, token_ids, await state.access.quota(caller.tenant))
+    record, new = await state.records.create(record, token_ids, await state.access.quota(record.tenant))
     if wait is not None and record.status not in ("ready", "failed"):
         record = await _wait(state, record, wait)
     status = 200 if record.status in ("ready", "failed") or not new else 202
-    return JSONResponse(context_out(record), status, headers={"Location": f"/v1/contexts/{record.id}"})
+    return context_out(record), status, {"Location": f"/v1/contexts/{record.id}"}
 
 
 async def _read(request: Request) -> tuple[ContextIn, Source | None]:

@@ -25,6 +25,7 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 lets other machines in")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
     max_body_bytes: int = Field(20 << 20, ge=1024, description="largest request; larger ones get 413")
+    max_import_bytes: int = Field(4 << 30, ge=1024, description="largest exported context that is taken over")
     compress_queue_limit: int = Field(64, ge=1, description="contexts waiting or running at most; beyond: 429")
     answer_queue_limit: int = Field(256, ge=1, description="answers waiting or running at most; beyond: 429")
     default_ttl_s: int = Field(7 * 86400, ge=1, description="seconds that a context lives if the upload does not say")

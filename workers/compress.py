@@ -22,7 +22,7 @@ from precis.full_cache import Between
 from precis.manifest import open_manifest
 from precis.pipeline import compress, document_of
 from precis.protection import budget_per_head, count_protected
-from precis.reader import check_manifest, load
+from precis.reader import check_manifest, levels_in, load
 from precis.retention import kept_shares, precisions
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
@@ -79,7 +79,8 @@ class Made:
 
     Attributes:
         fidelity: None of a tightened snapshot, whose full cache is long gone.
-        classes: see `precis.attempt.Compressed`.
+        classes: see `precis.attempt.Compressed`; None where not everything is kept.
+        told: what was kept of each token, where that is known from elsewhere.
     """
 
     packed: Packed
@@ -87,6 +88,14 @@ class Made:
     raw_bytes: int
     fidelity: Fidelity | None
     classes: Tensor | None = None
+    told: bytes = b""
+
+    @property
+    def retention(self) -> bytes:
+        """See `precis.wire.keys.retention`."""
+        if self.told:
+            return self.told
+        return b"k" + kept_shares(self.snapshot) if self.classes is None else b"p" + precisions(self.classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ class Compressor:
             between(stage, done, total)
             progress.tell(stage, done, total)
 
-        made = self.make(record, tell)
+        made = self.adopted(record) or self.make(record, tell)
         compressed_at = time.monotonic()
         if not still_ours():
             return made.snapshot
@@ -122,7 +131,7 @@ class Compressor:
         self.publish(record, made)
         stored_at = time.monotonic()
         began = progress.began
-        scoring = next(began[stage] for stage in ("score", "search", "encode", "tighten") if stage in began)
+        scoring = next((began[stage] for stage in ("score", "search", "encode", "tighten") if stage in began), started)
         timings = {
             "queue_ms": max(0.0, (time.time() - record.created_at - (stored_at - started)) * 1000),
             "prefill_ms": (scoring - began.get("prefill", scoring)) * 1000,
@@ -165,9 +174,33 @@ class Compressor:
                 self.seal_key,
                 between,
             )
-            return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity, made.classes)
+            classes = made.classes if record.compression.keep_ratio == 1.0 else None
+            return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity, classes)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the device has no room for the full cache of {record.n_tokens} tokens") from error
+
+    def adopted(self, record: ContextRecord) -> Made | None:
+        """A snapshot that lies there already and is just the one that is wanted, every byte of it: an imported one."""
+        served, known = self.served, record.fidelity
+        try:
+            tokens = self.records.raw_tokens(record.id)
+            now = of_context(served.card.digest, tokens, record.compression.parameters())
+            sealed = self.store.manifest(record.id)
+            manifest = open_manifest(sealed, self.seal_key)
+            check_manifest(manifest, served.model.geometry, now, codecs_of(served.model))
+            n_levels = [sum(map(sum, manifest.counts))] if manifest.ranked else []
+            blobs = tuple(self.store.blobs(record.id, [*manifest.blob_bytes, *n_levels]))
+            packed = Packed(sealed, blobs)
+            if manifest.ranked:
+                levels_in(manifest, blobs)
+            snapshot = load(served.model, served.rotary, packed, now, self.seal_key)
+            told = self.records.retention(record)
+        except (SnapshotError, ValueError) as error:
+            structlog.get_logger("worker").info("not_adopted", context=record.id, why=str(error))
+            return None
+        fidelity = None if known is None else Fidelity(known.kl, known.top1_agreement, known.n_tokens)
+        metrics.ADOPTED.inc()
+        return Made(packed, snapshot, served.model.geometry.raw_bytes(record.n_tokens), fidelity, told=told)
 
     def tightened(self, record: ContextRecord, tokens: bytes, between: Between) -> Made | None:
         """The stored snapshot cut down to the record's budget, if it is of the same document and policy, and sound."""
@@ -214,12 +247,10 @@ class Compressor:
         g = snapshot.geometry
         codec = codecs_of(self.served.model)[record.compression.codec]
         heads = head_bytes(snapshot, codec, packed.blobs)
-        fine = made.classes if record.compression.keep_ratio == 1.0 else None
-        told = b"k" + kept_shares(snapshot) if fine is None else b"p" + precisions(fine)
         counts = (snapshot.offsets[1:] - snapshot.offsets[:-1]).reshape(g.n_layers, g.n_kv_heads).tolist()
         self.records.mark(
             record,
-            told,
+            made.retention,
             status="ready",
             processed=record.n_tokens,
             raw_bytes=made.raw_bytes,

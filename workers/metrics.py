@@ -11,6 +11,7 @@ ERRORS = Counter("precis_worker_errors_total", "Errors of jobs, by code.", ["cod
 LOADS = Counter("precis_snapshot_loads_total", "Where an answer's snapshot came from.", ["origin"])
 RECOMPUTED = Counter("precis_recomputed_total", "Snapshots made again from source tokens, by reason.", ["reason"])
 TIGHTENED = Counter("precis_tightened_total", "Snapshots cut down to a smaller budget without the model.")
+ADOPTED = Counter("precis_adopted_total", "Imported snapshots taken over as they were.")
 RECLAIMED = Counter("precis_jobs_lost_total", "Jobs given up because workers died on them.")
 PREFILL_SECONDS = Histogram("precis_prefill_seconds", "Prefill of a document.", buckets=_SECONDS)
 COMPRESS_SECONDS = Histogram("precis_compress_seconds", "Everything from prefill to stored.", buckets=_SECONDS)

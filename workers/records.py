@@ -54,6 +54,12 @@ class Records:
             raise SnapshotMissing("the context's source tokens are gone: upload it again")
         return self._vault.unseal(bytes(stored), context_id, "tokens")
 
+    def retention(self, record: ContextRecord) -> bytes:
+        """What is already stored of what was kept of each token; empty if nothing fits the record."""
+        stored: Any = self._redis.get(keys.retention(record.id))
+        told = b"" if stored is None else self._vault.unseal(bytes(stored), record.id, "retention")
+        return told if len(told) == 1 + record.n_tokens and told[:1] in (b"k", b"p") else b""
+
     def mark(self, record: ContextRecord, retention: bytes = b"", **changes: Any) -> bool:
         """Set fields, and what was kept of each token; False if the context was deleted meanwhile."""
         fields = [part for pair in record_fields(**changes).items() for part in pair]

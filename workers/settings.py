@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
     role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")
     chunk_bytes: int = Field(
-        4 << 20, ge=1024, description="largest piece of a snapshot that is read or written at once"
+        4 << 20, ge=1024, le=64 << 20, description="largest piece of a snapshot that is read or written at once"
     )
 
 

@@ -259,6 +259,20 @@ def resolve(  # noqa: PLR0913 — what a client may say
     return Compression(policy, float(keep_ratio), codec, max_bytes, max_kl, tuple(probes), ratio=ratio)
 
 
+def checked(how: Compression) -> Compression:
+    """A compression that was resolved elsewhere, without artifacts.
+
+    Raises:
+        InvalidRequest: if this program would not have resolved it so.
+    """
+    keep_ratio = None if how.searches else how.keep_ratio
+    bounds = {"ratio": how.ratio, "max_bytes": how.max_bytes, "max_kl": how.max_kl}
+    ours = resolve(how.policy, keep_ratio, how.codec, **bounds, probes=how.probes)  # type: ignore[arg-type]
+    if ours != msgspec.structs.replace(how, artifact="", transform=""):
+        raise InvalidRequest("the compression contradicts itself")
+    return ours
+
+
 def _at_most_one(bounds: Mapping[str, float | None]) -> None:
     given = [name for name, value in bounds.items() if value is not None]
     if len(given) > 1:

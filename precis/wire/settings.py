@@ -12,6 +12,7 @@ SERVICE_NAMES = frozenset(
         "host",
         "port",
         "max_body_bytes",
+        "max_import_bytes",
         "compress_queue_limit",
         "answer_queue_limit",
         "default_ttl_s",

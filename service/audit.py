@@ -43,4 +43,4 @@ async def note(scope: dict[str, Any], route: str, status: int) -> None:
 def _changes(method: str, route: str) -> bool:
     if method in ("GET", "HEAD", "OPTIONS"):
         return False
-    return route.startswith(("/v1/contexts", "/v1/admin")) and not route.endswith(_ASKS)
+    return route.startswith(("/v1/contexts", "/v1/admin", "/v1beta/cachedContents")) and not route.endswith(_ASKS)

@@ -12,9 +12,7 @@ import uuid
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
 from precis.fingerprint import of_context
@@ -27,7 +25,7 @@ from service.access import CallerDep, needs
 from service.beginnings import digests_of
 from service.files import extract
 from service.records import expired
-from service.schemas import CodecIn, ContextIn, ContextPatch
+from service.schemas import CodecIn, ContextIn, ContextPatch, validated
 from service.sessions import forget_all
 from service.shapes import context_out, kept_ratio
 from service.state import State, StateDep
@@ -104,16 +102,13 @@ async def _read(request: Request) -> tuple[ContextIn, Source | None]:
                     raise InvalidRequest("options must be a JSON object")
                 data, name = await upload.read(), upload.filename or ""
             found = await extract(data, name)
-            wanted = ContextIn.model_validate({"name": name, **options, "text": found.text})
+            wanted = validated(ContextIn, {"name": name, **options, "text": found.text})
             return wanted, Source(found.kind, len(data), found.page_starts)
-        return ContextIn.model_validate(await request.json()), None
+        return validated(ContextIn, await request.json()), None
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from error
-    except ValidationError as error:
-        located = [{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_input=False)]
-        raise RequestValidationError(located) from error
 
 
 async def prepare(
@@ -277,12 +272,16 @@ async def _tighten(state: State, record: ContextRecord, keep_ratio: float) -> Co
 @router.delete("/{context_id}", dependencies=_WRITES)
 async def delete_context(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """Take a context away; a running compression is cancelled."""
-    record = await state.records.get(context_id, caller.tenant)
-    if record.status not in ("ready", "failed"):
-        await state.jobs.cancel(context_id)
-    await forget_all(state, context_id)
-    freed = await state.records.delete(record)
+    freed = await removed(state, await state.records.get(context_id, caller.tenant))
     return {"id": context_id, "object": "context", "deleted": True, "freed_bytes": freed}
+
+
+async def removed(state: State, record: ContextRecord) -> int:
+    """Take a context away with its sessions; bytes that the servers held for it."""
+    if record.status not in ("ready", "failed"):
+        await state.jobs.cancel(record.id)
+    await forget_all(state, record.id)
+    return await state.records.delete(record)
 
 
 @router.post("/{context_id}/prefetch", status_code=202)

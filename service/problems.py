@@ -66,6 +66,18 @@ _OPENAI_TYPES = {
     500: "server_error",
     503: "server_error",
 }
+_GOOGLE_STATUS = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "FAILED_PRECONDITION",
+    410: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    507: "RESOURCE_EXHAUSTED",
+}
 _RETRY_S = {errors.NoWorker: 5, errors.ShuttingDown: 2, errors.JobLost: 1}
 
 
@@ -74,19 +86,28 @@ def is_openai(path: str) -> bool:
     return path.startswith(("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models"))
 
 
+def _in_shape(path: str, status: int, code: str, detail: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """An error as the clients of a route expect it."""
+    if is_openai(path):
+        kind = _OPENAI_TYPES.get(status, "invalid_request_error")
+        return {"error": {"message": detail, "type": kind, "param": extra.get("param"), "code": code}}
+    if path.startswith("/v1beta/"):
+        told = [{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": code, "domain": "precis"}]
+        named = _GOOGLE_STATUS.get(status, "INVALID_ARGUMENT")
+        return {"error": {"code": status, "status": named, "message": detail, "details": told}}
+    shown = {name: value for name, value in extra.items() if name != "retry_after_s"}
+    title = code.replace("_", " ")
+    return {"type": f"urn:precis:{code}", "title": title, "status": status, "detail": detail, "code": code, **shown}
+
+
+def _media_type(path: str) -> str:
+    plain = is_openai(path) or path.startswith("/v1beta/")
+    return "application/json" if plain else "application/problem+json"
+
+
 def body_of(error: errors.PrecisError, path: str) -> dict[str, Any]:
     """The body that tells of an error, on any kind of route."""
-    if is_openai(path):
-        kind = _OPENAI_TYPES.get(STATUS[type(error)], "invalid_request_error")
-        return {"error": {"message": error.detail, "type": kind, "param": error.extra.get("param"), "code": error.code}}
-    return {
-        "type": f"urn:precis:{error.code}",
-        "title": error.code.replace("_", " "),
-        "status": STATUS[type(error)],
-        "detail": error.detail,
-        "code": error.code,
-        **{name: value for name, value in error.extra.items() if name != "retry_after_s"},
-    }
+    return _in_shape(path, STATUS[type(error)], error.code, error.detail, error.extra)
 
 
 def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
@@ -96,7 +117,7 @@ def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
         body_of(error, path),
         STATUS[type(error)],
         headers=_headers(error),
-        media_type="application/json" if is_openai(path) else "application/problem+json",
+        media_type=_media_type(path),
     )
 
 
@@ -124,15 +145,8 @@ def install(app: FastAPI) -> None:
             return response_of(errors.BodyTooLarge("the request body is too large"), request.url.path)
         detail = error.detail if isinstance(error, HTTPException) else ""
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-        if is_openai(request.url.path):
-            body: dict[str, Any] = {
-                "error": {"message": detail, "type": "invalid_request_error", "param": None, "code": code}
-            }
-        else:
-            body = {"type": f"urn:precis:{code}", "title": detail, "status": status, "detail": detail, "code": code}
-        return JSONResponse(
-            body, status, media_type="application/json" if is_openai(request.url.path) else "application/problem+json"
-        )
+        path = request.url.path
+        return JSONResponse(_in_shape(path, status, code, detail, {}), status, media_type=_media_type(path))
 
     app.add_exception_handler(errors.PrecisError, ours)
     app.add_exception_handler(RequestValidationError, invalid)

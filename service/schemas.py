@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from precis.wire.messages import Message
 
+_M = TypeVar("_M", bound=BaseModel)
 Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]]
 Ttl = Annotated[int, Field(gt=0, le=10 * 365 * 86400, description="seconds to live from now")]
 
@@ -21,6 +23,19 @@ class Strict(BaseModel):
     """Requests: an unknown field is an error, not a silence."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def validated(kind: type[_M], data: Any) -> _M:
+    """Data that did not come as the body of a route, as one of these.
+
+    Raises:
+        RequestValidationError: as if it had.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        located = [{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_input=False)]
+        raise RequestValidationError(located) from error
 
 
 class TextPart(BaseModel):

@@ -201,6 +201,11 @@ class Rotary:
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._by_halves: dict[str, bool] = {}
 
+    @property
+    def reached(self) -> bool:
+        """Whether the family's rotation can be reached at all."""
+        return self._apply is not None and self._embedding is not None
+
     def undo(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys [n, D] at `positions` [n] -> float32 keys before RoPE."""
         return self._turn(layer, keys, positions, -1.0)

@@ -9,14 +9,13 @@ off, so that a document cannot end its own turn. Models without a template use p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from precis.detokenize import Detokenizer
 from precis.errors import InvalidRequest, UnsupportedModel
+from precis.template import common_start, compiled, marks, split
 from precis.wire.messages import Message, ModelCard
 from precis.wire.records import around
 
@@ -54,7 +53,7 @@ class Prompter:
         self._plain.encode_special_tokens = True
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bos, self._eos = card.bos_token, card.eos_token
-        self._template = _compile(card.chat_template) if card.chat_template else None
+        self._template = compiled(card.chat_template) if card.chat_template else None
         bos_id = self._tokenizer.token_to_id(card.bos_token) if card.bos_token else None
         with_special = self._tokenizer.encode("a").ids
         self._bos_id = bos_id if bos_id is not None and with_special[:1] == [bos_id] else None
@@ -81,8 +80,8 @@ class Prompter:
         fitted = self._fit(messages)
         roles = tuple(m.role for m in fitted)
         suffix = self._seam(roles)
-        rendered = self._render(_marks(roles), generate=False)
-        pieces = _split(rendered, len(fitted))
+        rendered = self._render(marks(roles), generate=False)
+        pieces = split(rendered, len(fitted))
         tokens = self._with_bos(self._encode(pieces[0]))
         first_body = next((i for i, m in enumerate(fitted) if m.role != "system"), 0)
         body_start = body_stop = len(tokens)
@@ -94,6 +93,46 @@ class Prompter:
                 body_stop = len(tokens)
             tokens += self._encode(pieces[index + 1] if index + 1 < len(fitted) else suffix)
         return ContextPart(tokens, (body_start, body_stop), roles)
+
+    def appended(self, roles: tuple[str, ...], text: str) -> ContextPart:
+        """What lets a context grow by text, from its seam to the next: one more message of the user.
+
+        Args:
+            roles: of the context; empty for a raw one, which grows by the text as it is.
+            text: not empty.
+
+        Returns:
+            The tokens alone, the span of the text in them, and the roles of the whole context then.
+
+        Raises:
+            InvalidRequest: if the template takes no further message.
+        """
+        if not roles:
+            tokens = self.raw(text, begins=False)
+            return ContextPart(tokens, (0, len(tokens)), ())
+        if self._template is None:
+            tokens = self._encode(text, plain=True)
+            return ContextPart([*tokens, *self._encode("\n")], (0, len(tokens)), (*roles, "user"))
+        more = Message("user", text)
+        before, problem = self._seam(roles), InvalidRequest("the model's chat template takes no further message")
+        for form in ([more], [more, _ACKNOWLEDGED], [_ACKNOWLEDGED, more], [_ACKNOWLEDGED, more, _ACKNOWLEDGED]):
+            whole = (*roles, *(m.role for m in form))
+            try:
+                pieces = split(self._render(marks(whole), generate=False), len(whole))[len(roles) : -1]
+                pieces.append(self._seam(whole))
+            except InvalidRequest as error:
+                problem = error
+                continue
+            if not pieces[0].startswith(before):
+                raise UnsupportedModel("the model's chat template rewrites earlier turns, so that no context can grow")
+            tokens, body = self._encode(pieces[0][len(before) :]), (0, 0)
+            for message, piece in zip(form, pieces[1:], strict=True):
+                start = len(tokens)
+                tokens += self._encode(message.content, plain=True)
+                body = (start, len(tokens)) if message is more else body
+                tokens += self._encode(piece)
+            return ContextPart(tokens, body, whole)
+        raise problem
 
     def query_part(self, roles: tuple[str, ...], messages: list[Message]) -> list[int]:
         """Render the messages that follow a context, up to the start of the answer.
@@ -128,7 +167,7 @@ class Prompter:
         """
         if self._template is None:
             return self._with_bos(self._encode("\n\n".join(m.content for m in messages) + "\n", plain=True))
-        pieces = _split(self._render(_marks(tuple(m.role for m in messages)), generate=True), len(messages))
+        pieces = split(self._render(marks(tuple(m.role for m in messages)), generate=True), len(messages))
         tokens = self._encode(pieces[0])
         for message, piece in zip(messages, pieces[1:], strict=True):
             tokens += self._encode(message.content, plain=True) + self._encode(piece)
@@ -193,9 +232,9 @@ class Prompter:
     def _seam(self, roles: tuple[str, ...]) -> str:
         """Template text between the context's last content and the seam: what both renderings share, up to the last
         special token in it."""
-        alone = _split(self._render(_marks(roles), generate=False), len(roles))[-1]
-        followed = _split(self._render(_marks((*roles, "user")), generate=True), len(roles) + 1)[len(roles)]
-        shared = _common_start(alone, followed)
+        alone = split(self._render(marks(roles), generate=False), len(roles))[-1]
+        followed = split(self._render(marks((*roles, "user")), generate=True), len(roles) + 1)[len(roles)]
+        shared = common_start(alone, followed)
         encoded = self._tokenizer.encode(shared, add_special_tokens=False)
         ends = [end for i, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if i in self._special]
         return shared[: ends[-1]] if ends else shared
@@ -203,7 +242,7 @@ class Prompter:
     def _query_pieces(self, roles: tuple[str, ...], query_roles: list[str]) -> list[str]:
         """Template text around the query's contents, from the seam on."""
         n = len(roles)
-        pieces = _split(self._render(_marks((*roles, *query_roles)), generate=True), n + len(query_roles))
+        pieces = split(self._render(marks((*roles, *query_roles)), generate=True), n + len(query_roles))
         suffix = self._seam(roles)
         if not pieces[n].startswith(suffix):
             raise UnsupportedModel("the model's chat template rewrites earlier turns, so that no context can be reused")
@@ -231,48 +270,3 @@ class Prompter:
         if self._bos_id is None or tokens[:1] == [self._bos_id]:
             return tokens
         return [self._bos_id, *tokens]
-
-
-def _common_start(one: str, other: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:same]
-
-
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
-    )
-
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(template)
-
-
-def _refuse(message: str) -> Any:
-    """What templates call to reject messages."""
-    raise jinja2.TemplateError(message)
-
-
-def _mark(index: int) -> str:
-    return f"\ue000{index}\ue001"
-
-
-def _marks(roles: tuple[str, ...]) -> list[Message]:
-    """Messages whose contents are private-use marks, so that the template's own text can be told apart."""
-    return [Message(role, _mark(i)) for i, role in enumerate(roles)]
-
-
-def _split(rendered: str, n_marks: int) -> list[str]:
-    """The template's text around the marks.
-
-    Raises:
-        InvalidRequest: if the template drops, repeats or reorders contents.
-    """
-    pieces, rest = [], rendered
-    for index in range(n_marks):
-        before, mark, rest = rest.partition(_mark(index))
-        if not mark:
-            raise InvalidRequest("the model's chat template leaves a message out")
-        pieces.append(before)
-    if "\ue000" in rest or any("\ue000" in piece for piece in pieces):
-        raise InvalidRequest("the model's chat template repeats a message")
-    return [*pieces, rest]

@@ -7,6 +7,8 @@ decoded and encoded again as the codec has them, before RoPE where it works ther
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ _ALWAYS = 255
 
 def tighten(
     manifest: Manifest,
-    blobs: list[bytes],
+    blobs: Sequence[bytes],
     geometry: Geometry,
     per_head: int,
     n_protected: int,

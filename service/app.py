@@ -26,6 +26,7 @@ from service import (
     admin,
     audit,
     batch,
+    changes,
     chat,
     contexts,
     exchange,
@@ -89,7 +90,20 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     app.include_router(system.open_router)
     app.include_router(page.router)
-    for module in (contexts, exchange, kept, progress, queries, batch, sessions, chat, responses, gemini, system):
+    for module in (
+        contexts,
+        changes,
+        exchange,
+        kept,
+        progress,
+        queries,
+        batch,
+        sessions,
+        chat,
+        responses,
+        gemini,
+        system,
+    ):
         app.include_router(module.router, dependencies=[Depends(needs("ask"))])
     app.include_router(admin.router)
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)

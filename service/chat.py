@@ -18,10 +18,11 @@ from service import metrics, sse
 from service.access import CallerDep
 from service.asking import done_of
 from service.choosing import Choices, choose, schema_of, usage_of_all
+from service.models import model_of
 from service.openai_schemas import ChatIn, CompletionIn
 from service.problems import body_of
 from service.prompts import Prompt, prompt_of
-from service.queries import logprob_out, model_of
+from service.queries import logprob_out
 from service.state import StateDep
 
 router = APIRouter(prefix="/v1", tags=["openai"])

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
 from precis.fingerprint import of_context
-from precis.protection import check_budget, tighter
+from precis.protection import check_budget
 from precis.text import ContextPart, Prompter
 from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
@@ -24,10 +24,9 @@ from precis.wire.records import ContextRecord, Source
 from service.access import CallerDep, needs
 from service.beginnings import digests_of
 from service.files import extract
-from service.records import expired
 from service.schemas import CodecIn, ContextIn, ContextPatch, validated
 from service.sessions import forget_all
-from service.shapes import context_out, kept_ratio
+from service.shapes import context_out
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -84,7 +83,7 @@ async def created(
     request.state.target = record.id
     record, new = await state.records.create(record, token_ids, await state.access.quota(record.tenant))
     if wait is not None and record.status not in ("ready", "failed"):
-        record = await _wait(state, record, wait)
+        record = await waited(state, record, wait)
     status = 200 if record.status in ("ready", "failed") or not new else 202
     return context_out(record), status, {"Location": f"/v1/contexts/{record.id}"}
 
@@ -161,7 +160,7 @@ async def prepare(
         name=wanted.name,
         metadata=wanted.metadata,
         pinned=wanted.pinned,
-        expire_at=_expire_at(state, wanted, now),
+        expire_at=expire_at(state, wanted, now),
         raw_bytes=raw_bytes,
         tenant=tenant,
         source=source,
@@ -185,7 +184,7 @@ def _part(prompter: Prompter, wanted: ContextIn, messages: list[Message]) -> Con
     return prompter.raw_part(messages[0].content) if wanted.template == "raw" else prompter.context_part(messages)
 
 
-def _expire_at(state: State, wanted: ContextIn | ContextPatch, now: float) -> float | None:
+def expire_at(state: State, wanted: ContextIn | ContextPatch, now: float) -> float | None:
     if wanted.pinned:
         return None
     if wanted.expire_time is not None:
@@ -201,7 +200,7 @@ def int32_bytes(token_ids: list[int]) -> bytes:
     return packed.tobytes()
 
 
-async def _wait(state: State, record: ContextRecord, seconds: float) -> ContextRecord:
+async def waited(state: State, record: ContextRecord, seconds: float) -> ContextRecord:
     """The record when it is ready or failed, or as it is after `seconds`."""
     subscription = await state.follower.follow(record.id)
     deadline = time.monotonic() + seconds
@@ -243,30 +242,6 @@ async def list_contexts(
 async def get_context(context_id: str, state: StateDep, caller: CallerDep) -> dict[str, Any]:
     """One context, whatever its status."""
     return context_out(await state.records.get(context_id, caller.tenant))
-
-
-@router.patch("/{context_id}", dependencies=_WRITES)
-async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep, caller: CallerDep) -> dict[str, Any]:
-    """Change expiry, pin, name or metadata; or keep less, which makes the context queued until it is cut."""
-    record = await state.records.get(context_id, caller.tenant)
-    if expired(record):
-        record = await state.ready_context(context_id, caller.tenant)
-    changes: dict[str, Any] = wanted.model_dump(include={"name", "metadata"}, exclude_none=True)
-    if wanted.pinned is not None or wanted.ttl_s is not None or wanted.expire_time is not None:
-        changes |= {"pinned": bool(wanted.pinned), "expire_at": _expire_at(state, wanted, time.time())}
-    if changes:
-        record = await state.records.patch(record, **changes)
-    if wanted.compression is not None:
-        record = await _tighten(state, record, wanted.compression.keep_ratio)
-    return context_out(record)
-
-
-async def _tighten(state: State, record: ContextRecord, keep_ratio: float) -> ContextRecord:
-    record = await state.ready_context(record.id, record.tenant)
-    card = await state.fleet.card(record.model)
-    how = tighter(record.compression, keep_ratio, record.n_tokens, kept_ratio(record) or 1.0, record.protected)
-    await state.fleet.need_worker(record.model, job="compress")
-    return await state.records.tighten(record, how, card.digest)
 
 
 @router.delete("/{context_id}", dependencies=_WRITES)

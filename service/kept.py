@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from precis.text import Prompter
 from service.access import CallerDep
-from service.queries import model_of
+from service.models import model_of
 from service.state import StateDep
 
 router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])

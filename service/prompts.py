@@ -10,7 +10,7 @@ from precis.wire.messages import Message, ModelCard
 from precis.wire.records import ContextRecord
 from service.access import Caller
 from service.beginnings import digests_of
-from service.queries import model_of
+from service.models import model_of
 from service.records import expired
 from service.state import State
 

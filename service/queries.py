@@ -12,13 +12,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from precis.errors import InvalidRequest, PrecisError, SnapshotStale
+from precis.errors import InvalidRequest, PrecisError
 from precis.text import Prompter
 from precis.wire.messages import (
     AnswerJob,
     DoneEvent,
     Message,
-    ModelCard,
     Sampling,
     ScoreItem,
     ScoreJob,
@@ -29,6 +28,7 @@ from service import metrics, sse
 from service.access import CallerDep
 from service.asking import Asked, begin, check_room, collect, done_of, problem_of, scored, timings_out, usage, usage_of
 from service.contexts import int32_bytes
+from service.models import model_of
 from service.schemas import QueryIn, ScoreIn
 from service.sessions import begin_turn, end_turn
 from service.state import State, StateDep
@@ -133,18 +133,6 @@ def _job(record: ContextRecord, wanted: QueryIn, state: State, token_ids: list[i
         trim_budget=trim.budget if trim else 0,
         trim=trim.kind if trim else "gkv",
     )
-
-
-async def model_of(state: State, record: ContextRecord) -> tuple[ModelCard, Prompter]:
-    """A context's model and tokenizer.
-
-    Raises:
-        SnapshotStale: if the model now has another tokenizer than the context's tokens were made with.
-    """
-    card = await state.fleet.card(record.model)
-    if card.tokenizer_digest != record.tokenizer_digest:
-        raise SnapshotStale(f"{record.model} now has another tokenizer or chat template: upload the context again")
-    return card, await state.fleet.prompter(card)
 
 
 def query_tokens(prompter: Prompter, record: ContextRecord, wanted: QueryIn, roles: tuple[str, ...]) -> list[int]:

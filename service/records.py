@@ -11,11 +11,9 @@ import structlog
 from redis.exceptions import RedisError
 
 from precis.errors import ContextNotFound, ContextNotReady, InvalidRequest, QueueFull, QuotaExceeded, StoreFull
-from precis.fingerprint import of_context
 from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob
-from precis.wire.presets import Compression
 from precis.wire.records import ContextRecord, Quota
 from precis.wire.vault import Vault
 from service import metrics
@@ -172,22 +170,24 @@ class Records:
             await (self._store.persist(key) if expire_at is None else self._store.pexpireat(key, int(expire_at * 1000)))
         return await self.get(record.id, record.tenant)
 
-    async def tighten(self, record: ContextRecord, how: Compression, model_digest: str) -> ContextRecord:
-        """Queue a ready context to be cut down to a smaller budget.
+    async def requeue(
+        self, record: ContextRecord, fingerprint: str, quota: Quota, token_ids: bytes = b"", **changes: Any
+    ) -> ContextRecord:
+        """Queue a ready context to be made anew: smaller, or of more tokens.
 
         Args:
             record: ready.
-            how: the new compression.
-            model_digest: of the model that serves it.
+            fingerprint: that it will have.
+            quota: of its tenant.
+            token_ids: that it will have; empty: as they are.
+            changes: of the record's fields.
 
         Raises:
             ContextNotFound, ContextNotReady: if it was deleted or changed meanwhile.
-            InvalidRequest: naming the context that has this document at this budget already.
-            QueueFull: if too many contexts wait; nothing was changed then.
+            InvalidRequest: naming the context that is already what this one would be.
+            QueueFull, QuotaExceeded: if too many contexts wait, or the tenant has too much; nothing was changed then.
         """
-        tokens = await self.tokens(record)
-        fingerprint = of_context(model_digest, tokens, how.parameters())
-        changes = record_fields(compression=how, fingerprint=fingerprint, status="queued", fidelity=None)
+        fields = record_fields(fingerprint=fingerprint, status="queued", fidelity=None, **changes)
         where = [
             keys.context(record.id),
             keys.fingerprint(record.tenant, record.fingerprint),
@@ -196,9 +196,14 @@ class Records:
             keys.compress_jobs(record.model),
             keys.events(record.id),  # those of the first compression end with ready
             keys.usage(record.tenant),
+            keys.tokens(record.id),
+            keys.beginning(record.tenant, record.model, record.beginning),
         ]
-        fields = [part for pair in changes.items() for part in pair]
-        args = [record.id, self._limit, encode(CompressJob(record.id)), *fields]
+        sealed = self._vault.seal(token_ids, record.id, "tokens") if token_ids else b""
+        reserved = changes.get("reserved_bytes", record.stored_bytes)
+        fields.pop("reserved_bytes", None)
+        args: list[Any] = [record.id, self._limit, encode(CompressJob(record.id)), sealed, quota.max_bytes, reserved]
+        args += [part for pair in fields.items() for part in pair]
         answer: str = (await self._requeue(keys=where, args=args)).decode()
         if answer == "gone":
             raise ContextNotFound(f"there is no context {record.id}")
@@ -206,6 +211,8 @@ class Records:
             raise ContextNotReady(f"context {record.id} is being changed: try again")
         if answer == "full":
             raise QueueFull(f"{self._limit} contexts are waiting or running, which is the limit", retry_after_s=10)
+        if answer.startswith("quota:"):
+            raise QuotaExceeded(_over("bytes", quota), quota="bytes")
         if answer != "queued":
             raise InvalidRequest(f"context {answer} has the same document at this budget already")
         return await self.get(record.id, record.tenant)

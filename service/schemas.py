@@ -108,6 +108,12 @@ class TighterIn(Strict):
     keep_ratio: float = Field(gt=0, lt=1)
 
 
+class AppendIn(Strict):
+    """More of a document."""
+
+    text: str
+
+
 class ContextPatch(Strict):
     """What may change later."""
 

@@ -57,8 +57,9 @@ redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 if ARGV[2] == '' then redis.call('ZREM', KEYS[2], ARGV[1]) else redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1]) end
 return 1
 """
-# Queues a ready context once more, with a smaller budget; from then on it is another upload's equal.
-# KEYS: context, its fingerprint, its fingerprint to be, totals, jobs, events, usage
+# Queues a ready context once more, with a smaller budget or more tokens; from then on it is another upload's equal.
+# KEYS: context, its fingerprint, its fingerprint to be, totals, jobs, events, usage, tokens, beginning
+# ARGV: id, most jobs, job, its tokens to be or '' for no change, most bytes of the tenant, its bytes to be, fields
 REQUEUE = (
     ACCOUNT
     + """
@@ -66,10 +67,17 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return 'gone' end
 if redis.call('HGET', KEYS[1], 'status') ~= '"ready"' or redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'changed' end
 if redis.call('EXISTS', KEYS[3]) == 1 then return redis.call('GET', KEYS[3]) end
 if redis.call('XLEN', KEYS[5]) >= tonumber(ARGV[2]) then return 'full' end
+local used = tonumber(redis.call('HGET', KEYS[7], 'bytes') or 0)
+local more = tonumber(ARGV[6]) - tonumber(redis.call('HGET', KEYS[1], 'stored_bytes') or 0)
+if tonumber(ARGV[5]) > 0 and more > 0 and used + more > tonumber(ARGV[5]) then return 'quota:bytes' end
 account(-1, KEYS[1], KEYS[4], KEYS[7])
 redis.call('DEL', KEYS[2])
 redis.call('SET', KEYS[3], ARGV[1])
-redis.call('HSET', KEYS[1], 'reserved_bytes', redis.call('HGET', KEYS[1], 'stored_bytes'), unpack(ARGV, 4))
+if ARGV[4] ~= '' then
+  redis.call('SET', KEYS[8], ARGV[4])
+  redis.call('SREM', KEYS[9], ARGV[1])
+end
+redis.call('HSET', KEYS[1], 'reserved_bytes', ARGV[6], unpack(ARGV, 7))
 account(1, KEYS[1], KEYS[4], KEYS[7])
 redis.call('UNLINK', KEYS[6])
 redis.call('XADD', KEYS[5], '*', 'job', ARGV[3], 'attempt', 0)

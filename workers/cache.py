@@ -118,7 +118,7 @@ class SnapshotCache:
         Raises:
             SnapshotMissing: if the source tokens are gone, so that nothing can be verified.
         """
-        tokens = self.records.raw_tokens(record.id)
+        tokens = self.records.raw_tokens(record)
         return of_context(self.served.card.digest, tokens, record.compression.parameters())
 
     def keep(self, context_id: str, snapshot: Snapshot) -> None:

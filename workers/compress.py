@@ -9,31 +9,23 @@ from typing import Any
 
 import numpy as np
 import redis
-import structlog
 import torch
-from torch import Tensor
 
-from precis.container import Packed, codecs_of
-from precis.core import Snapshot, SnapshotHeader
-from precis.errors import ContextNotFound, OutOfMemory, SnapshotError, SnapshotStale
-from precis.fidelity import Fidelity
-from precis.fingerprint import of_context
+from precis.container import codecs_of
+from precis.core import Snapshot
+from precis.errors import ContextNotFound, OutOfMemory, SnapshotStale
 from precis.full_cache import Between
-from precis.manifest import open_manifest
 from precis.pipeline import compress, document_of
-from precis.protection import budget_per_head, count_protected
-from precis.reader import check_manifest, levels_in, load
-from precis.retention import kept_shares, precisions
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
-from precis.tighten import tighten
 from precis.wire.messages import ProgressEvent, ReadyEvent
-from precis.wire.presets import HEADS, TRANSFORM, Compression
+from precis.wire.presets import HEADS, TRANSFORM
 from precis.wire.records import ContextRecord, FidelityRecord
 from workers import metrics
 from workers.events import emit
 from workers.models import Served
 from workers.records import Records
+from workers.reuse import Made, Reuse
 from workers.snapshots import SnapshotStore
 
 _PROGRESS_S = 0.25
@@ -74,31 +66,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A snapshot to be published.
-
-    Attributes:
-        fidelity: None of a tightened snapshot, whose full cache is long gone.
-        classes: see `precis.attempt.Compressed`; None where not everything is kept.
-        told: what was kept of each token, where that is known from elsewhere.
-    """
-
-    packed: Packed
-    snapshot: Snapshot
-    raw_bytes: int
-    fidelity: Fidelity | None
-    classes: Tensor | None = None
-    told: bytes = b""
-
-    @property
-    def retention(self) -> bytes:
-        """See `precis.wire.keys.retention`."""
-        if self.told:
-            return self.told
-        return b"k" + kept_shares(self.snapshot) if self.classes is None else b"p" + precisions(self.classes)
-
-
-@dataclass(frozen=True, slots=True)
 class Compressor:
     """Makes snapshots, for CompressJobs and for answers whose snapshot cannot be used."""
 
@@ -123,7 +90,7 @@ class Compressor:
             between(stage, done, total)
             progress.tell(stage, done, total)
 
-        made = self.adopted(record) or self.make(record, tell)
+        made = self.make(record, tell, same=True)
         compressed_at = time.monotonic()
         if not still_ours():
             return made.snapshot
@@ -143,8 +110,13 @@ class Compressor:
         metrics.COMPRESS_SECONDS.observe(stored_at - started)
         return made.snapshot
 
-    def make(self, record: ContextRecord, between: Between) -> Made:
-        """Compress a context's source tokens, or cut down a looser snapshot of them if there is one.
+    def make(self, record: ContextRecord, between: Between, *, same: bool = False) -> Made:
+        """Compress a context's source tokens, or make its snapshot of a stored one if that can be.
+
+        Args:
+            record: of the context.
+            between: called between chunks; raises to stop.
+            same: whether a stored snapshot that is just the wanted one is taken over.
 
         Raises:
             SnapshotMissing: if the source tokens are gone.
@@ -159,10 +131,10 @@ class Compressor:
             raise SnapshotStale(
                 "the context was made with another calibration of the model than there is now: upload it again"
             )
-        tokens = self.records.raw_tokens(record.id)
-        cut = self.tightened(record, tokens, between)
-        if cut is not None:
-            return cut
+        tokens = self.records.raw_tokens(record)
+        reuse = Reuse(served, self.records, self.store, self.seal_key)
+        if (made_of_stored := reuse.of(record, tokens, between, same=same)) is not None:
+            return made_of_stored
         token_ids = np.frombuffer(tokens, "<i4").tolist()
         part = ContextPart(token_ids, record.body, tuple(record.roles))
         try:
@@ -178,54 +150,6 @@ class Compressor:
             return Made(made.packed, made.snapshot, made.raw_bytes, made.fidelity, classes)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the device has no room for the full cache of {record.n_tokens} tokens") from error
-
-    def adopted(self, record: ContextRecord) -> Made | None:
-        """A snapshot that lies there already and is just the one that is wanted, every byte of it: an imported one."""
-        served, known = self.served, record.fidelity
-        try:
-            tokens = self.records.raw_tokens(record.id)
-            now = of_context(served.card.digest, tokens, record.compression.parameters())
-            sealed = self.store.manifest(record.id)
-            manifest = open_manifest(sealed, self.seal_key)
-            check_manifest(manifest, served.model.geometry, now, codecs_of(served.model))
-            n_levels = [sum(map(sum, manifest.counts))] if manifest.ranked else []
-            blobs = tuple(self.store.blobs(record.id, [*manifest.blob_bytes, *n_levels]))
-            packed = Packed(sealed, blobs)
-            if manifest.ranked:
-                levels_in(manifest, blobs)
-            snapshot = load(served.model, served.rotary, packed, now, self.seal_key)
-            told = self.records.retention(record)
-        except (SnapshotError, ValueError) as error:
-            structlog.get_logger("worker").info("not_adopted", context=record.id, why=str(error))
-            return None
-        fidelity = None if known is None else Fidelity(known.kl, known.top1_agreement, known.n_tokens)
-        metrics.ADOPTED.inc()
-        return Made(packed, snapshot, served.model.geometry.raw_bytes(record.n_tokens), fidelity, told=told)
-
-    def tightened(self, record: ContextRecord, tokens: bytes, between: Between) -> Made | None:
-        """The stored snapshot cut down to the record's budget, if it is of the same document and policy, and sound."""
-        served, how = self.served, record.compression
-        geometry = served.model.geometry
-        per_head = budget_per_head(record.n_tokens, how)
-        try:
-            manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
-            before = of_context(served.card.digest, tokens, manifest.policy)
-            check_manifest(manifest, geometry, before, codecs_of(served.model))
-            n_entries = sum(map(sum, manifest.counts))
-            if not manifest.ranked or how.searches or not _looser(manifest.policy, how):
-                return None
-            between("tighten", 0, 1)
-            blobs = list(self.store.blobs(record.id, [*manifest.blob_bytes, n_entries]))
-            now = of_context(served.card.digest, tokens, how.parameters())
-            header = SnapshotHeader(now, record.n_tokens, record.n_tokens, manifest.n_sink, how.parameters())
-            n_protected = count_protected(record.n_tokens, how.policy, per_head, record.protected)
-            packed = tighten(manifest, blobs, geometry, per_head, n_protected, header, self.seal_key)
-            snapshot = load(served.model, served.rotary, packed, now, self.seal_key)
-        except (SnapshotError, ValueError) as error:
-            structlog.get_logger("worker").info("not_tightened", context=record.id, why=str(error))
-            return None
-        metrics.TIGHTENED.inc()
-        return Made(packed, snapshot, geometry.raw_bytes(record.n_tokens), None)
 
     def publish(self, record: ContextRecord, made: Made) -> None:
         """Store a snapshot with the record's present expiry.
@@ -264,11 +188,3 @@ class Compressor:
         metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
         metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)
         emit(self.client, record.id, ReadyEvent())
-
-
-def _looser(policy: dict[str, str | int | float], how: Compression) -> bool:
-    """Whether a snapshot's policy differs from a wanted one by its budget only."""
-    bounds = ("keep_ratio", "max_bytes", "max_kl")
-    theirs = {name: value for name, value in policy.items() if name not in bounds}
-    ours = {name: value for name, value in how.parameters().items() if name not in bounds}
-    return theirs == ours and policy != how.parameters()

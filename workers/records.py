@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from precis.errors import SnapshotMissing
+from precis.errors import ContextNotReady, SnapshotMissing
 from precis.wire import keys
 from precis.wire.accounts import ACCOUNT
 from precis.wire.codec import decode_record, record_fields
@@ -42,17 +42,21 @@ class Records:
         stored: Any = self._redis.hgetall(keys.context(context_id))
         return decode_record(stored)
 
-    def raw_tokens(self, context_id: str) -> bytes:
+    def raw_tokens(self, record: ContextRecord) -> bytes:
         """The context's tokens as little-endian int32.
 
         Raises:
             SnapshotMissing: if they are gone.
             SnapshotCorrupt: if they cannot be decrypted.
+            ContextNotReady: if they are not those of the record any more.
         """
-        stored: Any = self._redis.get(keys.tokens(context_id))
+        stored: Any = self._redis.get(keys.tokens(record.id))
         if stored is None:
             raise SnapshotMissing("the context's source tokens are gone: upload it again")
-        return self._vault.unseal(bytes(stored), context_id, "tokens")
+        tokens = self._vault.unseal(bytes(stored), record.id, "tokens")
+        if len(tokens) != 4 * record.n_tokens:
+            raise ContextNotReady(f"context {record.id} is being changed: ask again when it is ready")
+        return tokens
 
     def retention(self, record: ContextRecord) -> bytes:
         """What is already stored of what was kept of each token; empty if nothing fits the record."""

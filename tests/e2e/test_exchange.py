@@ -112,7 +112,7 @@ def test_a_changed_snapshot_is_not_taken_over_but_made_again(here: Stack, there:
     answered = take(there, file_of({**found, name: bytes(changed)}))
     assert answered.json()["status"] == "ready"
     assert answered.json()["timings"]["prefill_ms"] > 0
-    assert "not_adopted" in there.log("worker")
+    assert "not_reused" in there.log("worker")
     assert answer(there, answered.json())["text"] == answer(here, context)["text"]
 
 

@@ -95,6 +95,32 @@ def test_a_conversation_can_be_a_context() -> None:
     assert body.endswith("three")
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_context_grows_by_a_message_and_is_what_the_template_renders_of_all(template: str, text: str) -> None:
+    prompter = seam(template)
+    part = prompter.context_part([Message("user", "A document.")])
+    more = prompter.appended(part.roles, text)
+    start, stop = more.body
+    assert prompter.decode(more.token_ids[start:stop]) == text
+    query = prompter.query_part(more.roles, [Message("user", "Why?")])
+    tokens = part.token_ids + more.token_ids + query
+    assert tokens.count(BOS) == part.token_ids.count(BOS)
+    if template in ("chatml", "llama3", "gemma", "phi3") and "<" not in text and text == text.strip():
+        said = {"user": iter(["A document.", text]), "assistant": iter(["OK."] * 9)}
+        messages = [Message(role, next(said[role])) for role in more.roles]
+        rendered = prompter._render([*messages, Message("user", "Why?")], generate=True)
+        assert byte_tokenizer().decode(tokens, skip_special_tokens=False) == rendered
+    again = prompter.appended(more.roles, "And more.")
+    assert len(again.roles) > len(more.roles)
+
+
+def test_a_raw_context_grows_by_its_text_alone() -> None:
+    prompter = seam("chatml")
+    more = prompter.appended((), "more <s>")
+    assert (prompter.decode(more.token_ids), more.body, more.roles) == ("more ", (0, len(more.token_ids)), ())
+
+
 def test_raw_text_is_taken_as_it_is() -> None:
     prompter = seam("chatml", adds_bos=True)
     part = prompter.raw_part("Once upon")

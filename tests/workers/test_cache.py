@@ -29,8 +29,8 @@ class Records:
     tokens: dict[str, bytes]
     ready: dict[str, ContextRecord]
 
-    def raw_tokens(self, context_id: str) -> bytes:
-        return self.tokens[context_id]
+    def raw_tokens(self, record: ContextRecord) -> bytes:
+        return self.tokens[record.id]
 
     def get(self, context_id: str) -> ContextRecord | None:
         return self.ready.get(context_id)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from precis.core import Entries, Snapshot, SnapshotHeader
 from precis.engine import step
+from precis.errors import ContextTooLong, UnsupportedModel
 from precis.families import Model, Rotary
 from precis.fingerprint import digest
 from precis.session import Feed, Session
@@ -46,12 +47,13 @@ def compose(model: Model, rotary: Rotary, parts: Sequence[Part], n_again: int = 
         n_again: tokens of each part but the first that are read again.
 
     Raises:
-        ValueError: if they are too long together, or the model's RoPE cannot be reached.
+        ContextTooLong: if they are too long together.
+        UnsupportedModel: if the model's RoPE cannot be reached.
     """
     if sum(part.snapshot.header.next_position for part in parts) > model.geometry.max_length:
-        raise ValueError("the documents are longer together than the model reads")
+        raise ContextTooLong("the documents are longer together than the model reads")
     if len(parts) > 1 and not rotary.reached:
-        raise ValueError("keys of this model cannot be turned to other positions")
+        raise UnsupportedModel("keys of this model cannot be turned to other positions")
     whole = parts[0].snapshot
     for part in parts[1:]:
         whole = _joined(rotary, whole, part.snapshot, _read_again(model, whole, part, n_again), n_again)

@@ -198,6 +198,20 @@ class Prompter:
         first = self._encode(before) + self._encode(_REPEAT_FIRST, plain=True) + self._encode(after)
         return first, (opening, self._encode(after))
 
+    def pieces(self, text: str, most: int) -> list[str]:
+        """A text cut into pieces of about equal length, of `most` tokens or less, at paragraphs where it has some."""
+        offsets = self._plain.encode(text, add_special_tokens=False).offsets
+        n_pieces = max(1, -(-len(offsets) // max(1, most * 9 // 10)))  # a tenth of room to find a good place in
+        size, found, at, token = -(-len(offsets) // n_pieces), list[str](), 0, 0
+        while len(offsets) - token > most:
+            latest = offsets[min(token + most, len(offsets)) - 1][0]
+            wanted = offsets[token + size - 1][0]
+            stop = _good_place(text, at + (wanted - at) * 4 // 5, wanted, latest)
+            found.append(text[at:stop])
+            at = stop
+            token = next(index for index in range(token, len(offsets)) if offsets[index][1] > at)
+        return [*found, text[at:]]
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of tokens, without special ones."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -270,3 +284,11 @@ class Prompter:
         if self._bos_id is None or tokens[:1] == [self._bos_id]:
             return tokens
         return [self._bos_id, *tokens]
+
+
+def _good_place(text: str, first: int, wanted: int, last: int) -> int:
+    """Where to cut: after a paragraph, a line, a sentence or a word between `first` and `last`, or else at `wanted`."""
+    for end in ("\n\n", "\n", ". ", " "):
+        if (found := text.rfind(end, first, last)) >= 0:
+            return found + len(end)
+    return max(wanted, first + 1)

@@ -40,6 +40,7 @@ from service import (
     responses,
     sessions,
     system,
+    upload,
 )
 from service.access import Access, needs
 from service.events import Follower
@@ -91,6 +92,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(system.open_router)
     app.include_router(page.router)
     for module in (
+        upload,
         contexts,
         changes,
         exchange,

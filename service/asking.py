@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from precis.errors import InvalidRequest, JobCancelled, PrecisError, QueryTooLong, from_code
+from precis.errors import ContextTooLong, InvalidRequest, JobCancelled, PrecisError, QueryTooLong, from_code
 from precis.wire.messages import (
     AnswerJob,
     CacheEvent,
@@ -180,6 +180,22 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def together(card: ModelCard, records: list[ContextRecord]) -> int:
+    """Tokens of contexts that are read one behind the other.
+
+    Raises:
+        ContextTooLong: if the model does not read so much.
+    """
+    n_tokens = sum(record.n_tokens for record in records)
+    if len(records) > 1 and n_tokens > card.max_context:
+        raise ContextTooLong(
+            f"the contexts have {n_tokens} tokens together, {card.name} takes {card.max_context}: ask fewer at once",
+            limit=card.max_context,
+            n_tokens=n_tokens,
+        )
+    return n_tokens
 
 
 def check_room(card: ModelCard, n_context: int, n_query: int, max_tokens: int) -> int:

@@ -67,7 +67,9 @@ async def _answers(record: ContextRecord, queries: list[QueryIn], request: Reque
         async with slots:
             while True:
                 try:
-                    return {"index": index, **await whole_answer(record, query, request, state)}
+                    found = await whole_answer(record, query, request, state)
+                    found.pop("cache")
+                    return {"index": index, **found}
                 except QueueFull as error:
                     await asyncio.sleep(float(str(error.extra.get("retry_after_s", 1))))
                 except PrecisError as error:

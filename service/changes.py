@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse, Response
 
-from precis.errors import ContextTooLong, EmptyDocument
+from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
 from precis.fingerprint import of_context
 from precis.protection import check_budget, tighter
 from precis.wire.records import ContextRecord, around
@@ -36,7 +36,12 @@ async def patch_context(context_id: str, wanted: ContextPatch, state: StateDep, 
         changes |= {"pinned": bool(wanted.pinned), "expire_at": expire_at(state, wanted, time.time())}
     if changes:
         record = await state.records.patch(record, **changes)
+        lives = {name: value for name, value in changes.items() if name in ("pinned", "expire_at")}
+        for part in [await state.records.find(part_id) for part_id in record.parts] if lives else []:
+            if part is not None and part.tenant == record.tenant:
+                await state.records.patch(part, **lives)
     if wanted.compression is not None:
+        _check_whole(record)
         record = await _tighten(state, record, wanted.compression.keep_ratio)
     return context_out(record)
 
@@ -49,6 +54,11 @@ async def _tighten(state: State, record: ContextRecord, keep_ratio: float) -> Co
     fingerprint = of_context(card.digest, await state.records.tokens(record), how.parameters())
     quota = await state.access.quota(record.tenant)
     return await state.records.requeue(record, fingerprint, quota, compression=how)
+
+
+def _check_whole(record: ContextRecord) -> None:
+    if record.parts or record.part_of:
+        raise InvalidRequest("this document was split over several contexts: upload it again instead")
 
 
 @router.post("/{context_id}/append", status_code=202, dependencies=_WRITES)
@@ -64,6 +74,7 @@ async def append_text(
     Where everything is stored, only the new text is read; else the whole document is.
     """
     record = await state.ready_context(context_id, caller.tenant)
+    _check_whole(record)
     card, prompter = await model_of(state, record)
     if not wanted.text.strip():
         raise EmptyDocument("there is nothing to append: the text is empty")

@@ -18,10 +18,9 @@ from service import metrics, sse
 from service.access import CallerDep
 from service.asking import done_of
 from service.choosing import Choices, choose, schema_of, usage_of_all
-from service.models import model_of
 from service.openai_schemas import ChatIn, CompletionIn
 from service.problems import body_of
-from service.prompts import Prompt, prompt_of
+from service.prompts import Prompt, prompt_of, raw_prompt_of
 from service.queries import logprob_out
 from service.state import StateDep
 
@@ -33,10 +32,10 @@ _Shown = Callable[[str | None, list[TokenLogprob]], dict[str, Any]]
 async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete a chat, on the context named by `context`, or else on the longest that the messages begin with."""
     messages = [message.plain() for message in wanted.messages]
-    prompt = await prompt_of(state, caller, wanted.model, wanted.context, messages)
+    prompt = await prompt_of(state, caller, wanted.model, wanted.contexts, messages, wanted.cache)
     choices = await choose(state, request, prompt, wanted, schema=schema_of(wanted.response_format))
     head = {**_head(choices, prompt), "id": f"chatcmpl-q_{choices.id}"}
-    headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
+    headers = {"x-cache": choices.cache + prompt.note, "x-context": prompt.context_id}
     if wanted.stream:
         head["object"] = "chat.completion.chunk"
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -63,21 +62,12 @@ async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, calle
 @router.post("/completions")
 async def complete_text(wanted: CompletionIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete text as it is, alone or after a raw context."""
-    if wanted.context is None:
-        card = await state.fleet.card(wanted.model or None)
-        prompter = await state.fleet.prompter(card)
-        prompt = Prompt(card, None, prompter.raw(wanted.prompt, begins=True))
-    else:
-        record = await state.ready_context(wanted.context, caller.tenant)
-        if record.template != "raw":
-            raise InvalidRequest("text completions need a context with the raw template", param="context")
-        card, prompter = await model_of(state, record)
-        prompt = Prompt(card, record, prompter.raw(wanted.prompt, begins=False))
+    prompt = await raw_prompt_of(state, caller, wanted.model, wanted.contexts, wanted.prompt)
     if not prompt.token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     choices = await choose(state, request, prompt, wanted)
     head = {**_head(choices, prompt), "id": f"cmpl-q_{choices.id}", "object": "text_completion"}
-    headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
+    headers = {"x-cache": choices.cache + prompt.note, "x-context": prompt.context_id}
     if wanted.stream:
         frames = _frames(choices, head, request.url.path, wanted.with_usage, None, _text_part)
         return sse.Stream(frames, choices.close, headers)

@@ -98,6 +98,7 @@ async def choose(state: State, request: Request, prompt: Prompt, wanted: OpenAiI
         AnswerJob(
             id=f"q_{request_id}" + (f"_{index}" if index else ""),
             context_id=prompt.context_id,
+            also=[record.id for record in prompt.also],
             token_ids=int32_bytes(prompt.token_ids),
             sampling=Sampling(
                 max_tokens=max_tokens,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import json
 import sys
 import time
 import uuid
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import JSONResponse, Response
 
-from precis.errors import ContextTooLong, EmptyDocument, InvalidRequest
+from precis.errors import ContextTooLong, EmptyDocument
 from precis.fingerprint import of_context
 from precis.protection import check_budget
 from precis.text import ContextPart, Prompter
@@ -22,54 +20,14 @@ from precis.wire.messages import Message
 from precis.wire.presets import TRANSFORM, resolve, with_artifacts
 from precis.wire.records import ContextRecord, Source
 from service.access import CallerDep, needs
-from service.beginnings import digests_of
-from service.files import extract
-from service.schemas import CodecIn, ContextIn, ContextPatch, validated
+from service.beginnings import digest_of_tokens, digests_of
+from service.schemas import CodecIn, ContextIn, ContextPatch
 from service.sessions import forget_all
 from service.shapes import context_out
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 _WRITES = [Depends(needs("write"))]
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": ContextIn.model_json_schema()},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {
-                        "file": {
-                            "type": "string",
-                            "format": "binary",
-                            "description": "PDF, DOCX, HTML, Markdown or text",
-                        },
-                        "options": {"type": "string", "description": "the other fields of the JSON form, as JSON"},
-                    },
-                }
-            },
-        },
-    }
-}
-_WAIT_LIMIT_S = 3600.0
-
-
-@router.post("", openapi_extra=_BODY, status_code=202, dependencies=_WRITES)
-async def create_context(
-    request: Request,
-    state: StateDep,
-    caller: CallerDep,
-    wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None,
-) -> Response:
-    """Upload a document; 202 while it is being compressed, 200 when it is there already or got ready within `wait`."""
-    wanted, source = await _read(request)
-    record, token_ids = await prepare(state, wanted, caller.tenant, source)
-    await state.fleet.need_worker(record.model, job="compress")
-    await state.records.check_room(record.reserved_bytes)
-    body, status, headers = await created(state, request, record, token_ids, wait)
-    return JSONResponse(body, status, headers=headers)
 
 
 async def created(
@@ -86,28 +44,6 @@ async def created(
         record = await waited(state, record, wait)
     status = 200 if record.status in ("ready", "failed") or not new else 202
     return context_out(record), status, {"Location": f"/v1/contexts/{record.id}"}
-
-
-async def _read(request: Request) -> tuple[ContextIn, Source | None]:
-    """The upload from JSON or from a multipart form, and what the file was."""
-    try:
-        if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            async with request.form(max_files=1, max_fields=8) as form:
-                upload = form.get("file")
-                if upload is None or isinstance(upload, str):
-                    raise InvalidRequest("the form needs a part named file")
-                options = json.loads(str(form.get("options") or "{}"))
-                if not isinstance(options, dict):
-                    raise InvalidRequest("options must be a JSON object")
-                data, name = await upload.read(), upload.filename or ""
-            found = await extract(data, name)
-            wanted = validated(ContextIn, {"name": name, **options, "text": found.text})
-            return wanted, Source(found.kind, len(data), found.page_starts)
-        return validated(ContextIn, await request.json()), None
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from error
 
 
 async def prepare(
@@ -164,7 +100,7 @@ async def prepare(
         raw_bytes=raw_bytes,
         tenant=tenant,
         source=source,
-        beginning="" if wanted.template == "raw" else digests_of(messages)[-1],
+        beginning=(digest_of_tokens(part.token_ids) or "") if wanted.template == "raw" else digests_of(messages)[-1],
         reserved_bytes=how.estimated_bytes(raw_bytes),
     )
     return record, token_ids
@@ -231,6 +167,8 @@ async def list_contexts(
         page = await state.records.page(caller.tenant, limit, after)
         has_more = len(page) == limit
         for record in page:
+            if record.part_of:
+                continue
             shown = context_out(record)
             if status in (None, shown["status"]) and model in (None, record.model):
                 found.append(shown)
@@ -253,10 +191,14 @@ async def delete_context(context_id: str, state: StateDep, caller: CallerDep) ->
 
 async def removed(state: State, record: ContextRecord) -> int:
     """Take a context away with its sessions; bytes that the servers held for it."""
+    freed = 0
+    for part in [await state.records.find(part_id) for part_id in record.parts]:
+        if part is not None and part.part_of == record.id:
+            freed += await removed(state, part)
     if record.status not in ("ready", "failed"):
         await state.jobs.cancel(record.id)
     await forget_all(state, record.id)
-    return await state.records.delete(record)
+    return freed + await state.records.delete(record)
 
 
 @router.post("/{context_id}/prefetch", status_code=202)

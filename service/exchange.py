@@ -41,6 +41,8 @@ _BODY = {"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": {"
 async def export_context(context_id: str, state: StateDep, caller: CallerDep) -> Response:
     """The whole context as a file, for `POST /v1/contexts/import`. Whoever has it can read the document."""
     record = await state.ready_context(context_id, caller.tenant)
+    if record.parts:
+        raise InvalidRequest(f"this document was split: export its parts, {', '.join([record.id, *record.parts])}")
     if not await state.stores.snapshots.exists(keys.snapshot(record.id)):
         raise SnapshotMissing(
             f"the snapshot of {context_id} is gone: ask it, so that it is made again, and then export"

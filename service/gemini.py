@@ -120,9 +120,9 @@ async def generate(
             f"there is nothing at models/{target}: use generateContent, streamGenerateContent, countTokens"
         )
     model, action = match[1], match[2]
-    context_id = None if wanted.cached_content is None else _name(wanted.cached_content)
+    context_ids = None if wanted.cached_content is None else [_name(wanted.cached_content)]
     messages = messages_of(wanted.contents, wanted.system_instruction)
-    prompt = await prompt_of(state, caller, model, context_id, messages)
+    prompt = await prompt_of(state, caller, model, context_ids, messages)
     if action == "countTokens":
         return JSONResponse(
             {

@@ -10,6 +10,9 @@ REQUESTS = Counter("precis_http_requests_total", "Requests, by route and status.
 REQUEST_SECONDS = Histogram("precis_http_request_seconds", "Until the response began.", ["route"], buckets=_SECONDS)
 ERRORS = Counter("precis_errors_total", "Errors answered, by code.", ["code"])
 CONTEXTS_CREATED = Counter("precis_contexts_created_total", "Uploads, by outcome: new, existing.", ["outcome"])
+AUTO_CACHED = Counter(
+    "precis_auto_cached_total", "Beginnings sent twice, by outcome: stored, there, or a code.", ["outcome"]
+)
 EXPIRED = Counter("precis_contexts_expired_total", "Contexts that reached their expiry.")
 QUEUE_DEPTH = Gauge("precis_queue_depth", "Jobs waiting or running; take the max over API processes.", ["queue"])
 WORKERS = Gauge("precis_workers", "Live workers; take the max over API processes.")

@@ -20,12 +20,18 @@ class OpenAiIn(SamplingIn):
     """What OpenAI's completions share; unknown fields are ignored, as their clients expect."""
 
     model: str = ""
-    context: str | None = Field(None, description="id of a context that the prompt follows")
+    context: str | list[str] | None = Field(None, description="id of a context that the prompt follows, or several")
+    cache: Literal["auto", "off"] | None = Field(None, description="store a long beginning that came before")
     temperature: float = Field(1.0, ge=0, le=2)
     n: int = Field(1, ge=1, le=16)
     stop: str | list[str] | None = None  # type: ignore[assignment]
     stream: bool | None = False  # type: ignore[assignment]
     stream_options: StreamOptions | None = None
+
+    @property
+    def contexts(self) -> list[str] | None:
+        """Ids of the contexts that are named, or None."""
+        return [self.context] if isinstance(self.context, str) else self.context or None
 
     @property
     def stops(self) -> list[str]:

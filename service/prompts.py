@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 
-from precis.errors import InvalidRequest
+from precis.errors import ContextNotFound, InvalidRequest, SnapshotCorrupt
 from precis.wire import keys
 from precis.wire.messages import Message, ModelCard
 from precis.wire.records import ContextRecord
 from service.access import Caller
-from service.beginnings import digests_of
+from service.asking import together
+from service.auto import Mode, noticed, renew
+from service.beginnings import digest_of_tokens, digests_of
+from service.contexts import int32_bytes
 from service.models import model_of
 from service.records import expired
 from service.state import State
@@ -22,11 +26,15 @@ class Prompt:
     Attributes:
         record: of the context, or None.
         token_ids: what follows it, at least one.
+        also: further contexts, read behind the first.
+        note: what is said in `x-cache` besides.
     """
 
     card: ModelCard
     record: ContextRecord | None
     token_ids: list[int]
+    also: tuple[ContextRecord, ...] = ()
+    note: str = ""
 
     @property
     def context_id(self) -> str:
@@ -35,12 +43,21 @@ class Prompt:
 
     @property
     def n_context(self) -> int:
-        """Tokens of the context."""
-        return 0 if self.record is None else self.record.n_tokens
+        """Tokens of the contexts.
+
+        Raises:
+            ContextTooLong: if they are too long together.
+        """
+        return 0 if self.record is None else together(self.card, [self.record, *self.also])
 
 
 async def prompt_of(
-    state: State, caller: Caller, model: str, context_id: str | None, messages: list[Message]
+    state: State,
+    caller: Caller,
+    model: str,
+    context_ids: list[str] | None,
+    messages: list[Message],
+    cache: Mode | None = None,
 ) -> Prompt:
     """The prompt of a chat.
 
@@ -48,22 +65,33 @@ async def prompt_of(
         state: of the API.
         caller: whose contexts count.
         model: its name; "" where only one is served.
-        context_id: the messages follow this context; None: look for one that they begin with.
+        context_ids: the messages follow these contexts; None: look for one that they begin with.
         messages: at least one.
+        cache: whether long beginnings that come twice are stored; None: as the settings say.
 
     Raises:
         InvalidRequest: if the context is of another model, or takes no chat.
         ContextNotFound, ContextNotReady, ContextExpired, ContextFailed: of a context that was named.
     """
-    if context_id is None:
-        return await _found(state, caller, await state.fleet.card(model or None), messages)
-    record = await state.ready_context(context_id, caller.tenant)
+    if context_ids is None:
+        found = await _found(state, caller, await state.fleet.card(model or None), messages)
+        if found.record is not None:
+            await renew(state, found.record)
+        elif (cache or ("auto" if state.settings.auto_cache else "off")) == "auto":
+            digests = digests_of(messages)[:-1]
+            note = await noticed(state, caller, found.card, messages, digests, len(found.token_ids))
+            return replace(found, note=note)
+        return found
+    record, *also = await state.ready_contexts(context_ids, caller.tenant)
     if model and model != record.model:
         raise InvalidRequest(f"the context was made with {record.model}, not with {model}", param="model")
+    if record.parts:
+        raise InvalidRequest("this document was split: use its queries route, which asks all parts", param="context")
     if record.template == "raw":
         raise InvalidRequest("a raw context takes no chat: use its queries route", param="context")
     card, prompter = await model_of(state, record)
-    return Prompt(card, record, prompter.query_part(tuple(record.roles), messages))
+    roles = tuple((also[-1] if also else record).roles)
+    return Prompt(card, record, prompter.query_part(roles, messages), tuple(also))
 
 
 async def _found(state: State, caller: Caller, card: ModelCard, messages: list[Message]) -> Prompt:
@@ -77,15 +105,39 @@ async def _found(state: State, caller: Caller, card: ModelCard, messages: list[M
         ids = await pipe.execute() if places else []
     for n, members in zip(range(len(digests), 0, -1), ids, strict=True):
         records = [await state.records.find(raw.decode()) for raw in members]
-        usable = [
-            record
-            for record in records
-            if record is not None
-            and record.status == "ready"
-            and not expired(record)
-            and record.tokenizer_digest == card.tokenizer_digest
-        ]
-        if usable:
+        if usable := [record for record in records if record is not None and _usable(record, card)]:
             record = max(usable, key=lambda each: each.created_at)
             return Prompt(card, record, prompter.query_part(tuple(record.roles), messages[n:]))
     return Prompt(card, None, prompter.whole(messages))
+
+
+async def raw_prompt_of(state: State, caller: Caller, model: str, context_ids: list[str] | None, text: str) -> Prompt:
+    """The prompt of a text completion, on raw contexts that are named, or on the longest whose tokens it begins with.
+
+    Raises:
+        InvalidRequest: if the context takes chats, or nothing follows it.
+        ContextNotFound, ContextNotReady, ContextExpired, ContextFailed: of a context that was named.
+    """
+    if context_ids is not None:
+        record, *also = await state.ready_contexts(context_ids, caller.tenant)
+        if record.template != "raw":
+            raise InvalidRequest("text completions need a context with the raw template", param="context")
+        card, prompter = await model_of(state, record)
+        return Prompt(card, record, prompter.raw(text, begins=False), tuple(also))
+    card = await state.fleet.card(model or None)
+    tokens = (await state.fleet.prompter(card)).raw(text, begins=True)
+    if (mark := digest_of_tokens(tokens)) is not None:
+        members = await state.stores.queue.smembers(keys.beginning(caller.tenant, card.name, mark))
+        records = [await state.records.find(raw.decode()) for raw in members]
+        usable = [record for record in records if record is not None and _usable(record, card)]
+        for record in sorted(usable, key=lambda each: -each.n_tokens):
+            n = record.n_tokens
+            with contextlib.suppress(ContextNotFound, SnapshotCorrupt):  # gone meanwhile, and nobody named it
+                if n < len(tokens) and int32_bytes(tokens[:n]) == await state.records.tokens(record):
+                    return Prompt(card, record, tokens[n:])
+    return Prompt(card, None, tokens)
+
+
+def _usable(record: ContextRecord, card: ModelCard) -> bool:
+    ready = record.status == "ready" and not expired(record) and not record.parts
+    return ready and record.tokenizer_digest == card.tokenizer_digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -26,9 +27,22 @@ from precis.wire.messages import (
 from precis.wire.records import ContextRecord, SessionState
 from service import metrics, sse
 from service.access import CallerDep
-from service.asking import Asked, begin, check_room, collect, done_of, problem_of, scored, timings_out, usage, usage_of
+from service.asking import (
+    Asked,
+    begin,
+    check_room,
+    collect,
+    done_of,
+    problem_of,
+    scored,
+    timings_out,
+    together,
+    usage,
+    usage_of,
+)
 from service.contexts import int32_bytes
 from service.models import model_of
+from service.parts import surest
 from service.schemas import QueryIn, ScoreIn
 from service.sessions import begin_turn, end_turn
 from service.state import State, StateDep
@@ -40,7 +54,10 @@ _DEFAULT_MAX_TOKENS = 256
 @router.post("/queries")
 async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer a question on top of a context's snapshot, alone or as the next turn of a session."""
-    record = await state.ready_context(context_id, caller.tenant)
+    records = await state.ready_contexts([context_id, *wanted.also], caller.tenant)
+    record = records[0]
+    if any(each.parts for each in records):
+        return await _of_split(records, wanted, request, state)
     before = None if wanted.session is None else await begin_turn(state, wanted.session, record)
 
     async def over() -> None:
@@ -48,7 +65,7 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
             await end_turn(state, wanted.session)
 
     try:
-        asked = await _begun(record, wanted, request, state, before)
+        asked = await _begun(records, wanted, request, state, before)
         headers = {"x-cache": asked.cache}
         if wanted.stream:
 
@@ -65,28 +82,67 @@ async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDe
     return JSONResponse(body, headers=headers)
 
 
+async def _of_split(records: list[ContextRecord], wanted: QueryIn, request: Request, state: State) -> Response:
+    """The answer of a document that was split; a stream has it in one piece, since all parts must have answered."""
+    if len(records) > 1 or wanted.session is not None:
+        raise InvalidRequest(
+            "a document that was split is asked alone and without a session: leave also and session out"
+        )
+    body = await whole_answer(records[0], wanted, request, state)
+    headers = {"x-cache": str(body.pop("cache"))}
+    if not wanted.stream:
+        return JSONResponse(body, headers=headers)
+    shown = {name: body[name] for name in ("text", "logprobs") if name in body}
+    ended = {name: body[name] for name in ("finish_reason", "usage", "timings", "part", "parts")}
+
+    async def frames() -> AsyncIterator[bytes]:
+        yield sse.frame(json.dumps(shown), "token")
+        yield sse.frame(json.dumps(ended), "done")
+
+    async def nothing() -> None:
+        """All has ended already."""
+
+    return sse.Stream(frames(), nothing, headers)
+
+
 async def whole_answer(record: ContextRecord, wanted: QueryIn, request: Request, state: State) -> dict[str, Any]:
     """The answer to a question that stands alone, as clients see it.
+
+    Of a document that was split, each part is asked, and the answer that the model was surest of is given.
 
     Raises:
         PrecisError: whatever went wrong.
     """
-    return await _body(record, wanted, request, await _begun(record, wanted, request, state))
+    if record.parts:
+        parts = [record, *await state.ready_contexts(record.parts, record.tenant)]
+        alone = [msgspec.structs.replace(part, parts=[]) for part in parts]
+        sure = wanted.model_copy(update={"logprobs": True})
+        tasks = [asyncio.create_task(whole_answer(part, sure, request, state)) for part in alone]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return surest(record.id, list(found), with_logprobs=wanted.logprobs)
+    asked = await _begun([record], wanted, request, state)
+    return {**await _body(record, wanted, request, asked), "cache": asked.cache}
 
 
 async def _begun(
-    record: ContextRecord, wanted: QueryIn, request: Request, state: State, before: SessionState | None = None
+    records: list[ContextRecord], wanted: QueryIn, request: Request, state: State, before: SessionState | None = None
 ) -> Asked:
     """A question that a worker has taken up, after what its session said `before`."""
+    record = records[0]
     card, prompter = await model_of(state, record)
-    roles, n_context = tuple(record.roles), record.n_tokens
+    roles, n_context = tuple(records[-1].roles), together(card, records)
     if before is not None:
         roles, n_context = (*roles, *before.roles), n_context + before.n_fed + (before.pending >= 0)
     token_ids = query_tokens(prompter, record, wanted, roles)
     if before is not None and before.turns and roles:  # the end of the answer before was never fed
         token_ids = [*prompter.closing(roles), *token_ids]
     max_tokens = check_room(card, n_context, len(token_ids), wanted.max_tokens or _DEFAULT_MAX_TOKENS)
-    job = _job(record, wanted, state, token_ids, max_tokens)
+    job = _job(records, wanted, state, token_ids, max_tokens)
     if before is not None:
         said = [] if record.template == "raw" else [*(m.role for m in _messages(wanted)), "assistant"]
         session = wanted.session or ""
@@ -100,6 +156,7 @@ async def _body(record: ContextRecord, wanted: QueryIn, request: Request, asked:
         "id": asked.job_id,
         "object": "answer",
         "context": record.id,
+        **({"also": wanted.also} if wanted.also else {}),
         "model": record.model,
         "text": found.text,
         **_end(done_of(found)),
@@ -109,11 +166,14 @@ async def _body(record: ContextRecord, wanted: QueryIn, request: Request, asked:
     return body
 
 
-def _job(record: ContextRecord, wanted: QueryIn, state: State, token_ids: list[int], max_tokens: int) -> AnswerJob:
+def _job(
+    records: list[ContextRecord], wanted: QueryIn, state: State, token_ids: list[int], max_tokens: int
+) -> AnswerJob:
     view, trim = wanted.wanted_view, wanted.wanted_trim
     return AnswerJob(
         id=f"q_{uuid.uuid4().hex[:20]}",
-        context_id=record.id,
+        context_id=records[0].id,
+        also=[record.id for record in records[1:]],
         token_ids=int32_bytes(token_ids),
         sampling=Sampling(
             max_tokens=max_tokens,

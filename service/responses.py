@@ -32,13 +32,13 @@ class Stored(msgspec.Struct, frozen=True):
 
     Attributes:
         messages: all turns after the context, without instructions, the answer last.
-        context: that was named, or None.
+        contexts: those that were named.
         body: as it was sent.
     """
 
     tenant: str
     messages: list[Message]
-    context: str | None
+    contexts: list[str]
     body: dict[str, Any]
 
 
@@ -49,17 +49,17 @@ async def create_response(wanted: ResponseIn, request: Request, state: StateDep,
     if wanted.previous_response_id is not None:
         before = await _find(state, caller, wanted.previous_response_id)
     turns = [*(before.messages if before else []), *wanted.turns]
-    context = wanted.context or (before.context if before else None)
+    contexts = wanted.contexts or (before.contexts if before else [])
     system = [Message("system", wanted.instructions)] if wanted.instructions else []
-    prompt = await prompt_of(state, caller, wanted.model, context, [*system, *turns])
+    prompt = await prompt_of(state, caller, wanted.model, contexts or None, [*system, *turns], wanted.cache)
     choices = await choose(state, request, prompt, wanted, schema=schema_of(wanted.format))
     head = _head(choices, wanted)
-    headers = {"x-cache": choices.cache, "x-context": prompt.context_id}
+    headers = {"x-cache": choices.cache + prompt.note, "x-context": prompt.context_id}
 
     async def finished(text: str, done: DoneEvent) -> dict[str, Any]:
         body = _finished(head, text, done)
         if wanted.store:
-            kept = Stored(caller.tenant, [*turns, Message("assistant", text)], context, body)
+            kept = Stored(caller.tenant, [*turns, Message("assistant", text)], contexts, body)
             ttl = state.settings.default_ttl_s
             stored = state.vault.seal(msgspec.json.encode(kept), body["id"], "response")
             await state.stores.queue.set(keys.response(body["id"]), stored, ex=ttl)
@@ -88,7 +88,10 @@ async def delete_response(response_id: str, state: StateDep, caller: CallerDep) 
 async def _find(state: State, caller: Caller, response_id: str) -> Stored:
     stored = await state.stores.queue.get(keys.response(response_id))
     plain = None if stored is None else state.vault.unseal(stored, response_id, "response")
-    found = None if plain is None else msgspec.json.decode(plain, type=Stored)
+    try:
+        found = None if plain is None else msgspec.json.decode(plain, type=Stored)
+    except msgspec.ValidationError:  # stored by an earlier version
+        found = None
     if found is None or found.tenant != caller.tenant:
         raise ResponseNotFound(f"there is no response {response_id}, or it has expired")
     return found

@@ -88,6 +88,7 @@ class ContextIn(Strict):
     ttl_s: Ttl | None = None
     expire_time: datetime | None = None
     pinned: bool = False
+    overflow: Literal["refuse", "split"] = Field("refuse", description="what to do with a text that is too long")
     compression: CompressionIn = Field(default_factory=CompressionIn)
 
     @model_validator(mode="after")
@@ -96,6 +97,8 @@ class ContextIn(Strict):
             raise ValueError("give either text or messages")
         if self.messages is not None and self.instructions is not None:
             raise ValueError("instructions go with text; put a system message among the messages")
+        if self.overflow == "split" and self.text is None:
+            raise ValueError("only text can be split")
         if self.template == "raw" and (self.text is None or self.instructions is not None):
             raise ValueError("the raw template takes text alone")
         _one_expiry(self.ttl_s, self.expire_time, self.pinned)
@@ -193,6 +196,9 @@ class QueryIn(SamplingIn, Strict):
     view: ViewIn | ViewKind | None = None
     trim: TrimIn | TrimKind | None = None
     session: str | None = Field(None, description="id of a session, of which this is the next turn")
+    also: list[str] = Field(
+        default_factory=list, max_length=15, description="ids of further contexts, read behind this"
+    )
 
     @property
     def wanted_view(self) -> ViewIn | None:
@@ -211,6 +217,8 @@ class QueryIn(SamplingIn, Strict):
             raise ValueError("a view that slides trims the answer itself: leave trim out")
         if self.session is not None and (self.trim is not None or (view is not None and view.slide)):
             raise ValueError("a session remembers all that was said: leave trim and slide out")
+        if self.session is not None and self.also:
+            raise ValueError("a session is on one context: leave also out")
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     quota_bytes: int = Field(0, ge=0, description="stored bytes of such a tenant; 0: any number")
     quota_active: int = Field(0, ge=0, description="contexts of such a tenant that wait or are compressed; 0: any")
     quota_requests_per_minute: int = Field(0, ge=0, description="requests a minute of such a tenant; 0: any number")
+    auto_cache: bool = Field(
+        False, description="chats that do not say `cache` have long beginnings stored that came twice"
+    )
     default_policy: str = Field(AUTO, description="policy of uploads that name none")
 
 

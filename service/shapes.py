@@ -46,6 +46,8 @@ def context_out(record: ContextRecord) -> dict[str, Any]:
         if fidelity is None
         else {"kl": fidelity.kl, "top1_agreement": fidelity.top1_agreement, "n_tokens": fidelity.n_tokens},
         "timings": record.timings,
+        **({"parts": record.parts} if record.parts else {}),
+        **({"part_of": record.part_of} if record.part_of else {}),
         "source": None if record.source is None else source_out(record.source),
         "error": None if record.error is None else {"code": record.error.code, "detail": record.error.detail},
     }

@@ -51,6 +51,26 @@ class State:
             )
         return record
 
+    async def ready_contexts(self, context_ids: list[str], tenant: str) -> list[ContextRecord]:
+        """Contexts that can be asked together, in this order.
+
+        Raises:
+            InvalidRequest: if one is named twice, or they are of different models or templates.
+            ContextNotFound, ContextExpired, ContextFailed, ContextNotReady: whichever it is.
+        """
+        found = [await self.ready_context(context_id, tenant) for context_id in context_ids]
+        first = found[0]
+        if len(set(context_ids)) < len(found):
+            raise errors.InvalidRequest("a context is named twice")
+        for record in found[1:]:
+            if (record.model, record.template, record.tokenizer_digest) != (
+                first.model,
+                first.template,
+                first.tokenizer_digest,
+            ):
+                raise errors.InvalidRequest(f"context {record.id} has another model or template than {first.id}")
+        return found
+
 
 def _state(request: Request) -> State:
     state: State = request.app.state.precis

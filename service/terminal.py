@@ -46,6 +46,8 @@ def ready(client: Client, context: dict[str, Any]) -> dict[str, Any]:
     if context["status"] not in ("ready", "failed"):
         _follow(client, context)
         context = client.call("GET", f"/v1/contexts/{context['id']}")
+    for part in context.get("parts", []):
+        ready(client, client.call("GET", f"/v1/contexts/{part}"))
     if context["status"] != "ready":
         raise ApiError((context["error"] or {}).get("detail", f"the context is {context['status']}"))
     return context

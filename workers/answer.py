@@ -11,7 +11,6 @@ import redis
 import structlog
 import torch
 
-from precis.core import Snapshot
 from precis.detokenize import Detokenizer, StopText
 from precis.engine import step
 from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
@@ -37,6 +36,7 @@ from workers.events import emit
 from workers.jobs import Entry
 from workers.models import Served
 from workers.sessions import Sessions, Turn
+from workers.sources import Found
 
 QUERY_CHUNK = 256  # query tokens prefilled per step, so that running answers do not wait long
 
@@ -56,6 +56,7 @@ class Answer:
     admitted_at: float
     queue_ms: float
     load_ms: float
+    n_again: int = 0
     n_fed: int = 0
     n_tokens: int = 0
     next_token: int = -1
@@ -93,7 +94,7 @@ class Answer:
     def cached_tokens(self) -> int:
         """Context tokens that were not computed for this answer."""
         n_context = 0 if self.cache.startswith("recomputed") else self.session.snapshot.header.n_tokens
-        return n_context + self.n_resumed
+        return n_context - min(n_context, self.n_again) + self.n_resumed
 
     @property
     def n_resumed(self) -> int:
@@ -120,11 +121,11 @@ class Batch:
         """Answers that can still join."""
         return self._slots - len(self._answers)
 
-    def admit(self, entry: Entry, job: AnswerJob, snapshot: Snapshot, cache: str, load_ms: float) -> None:
+    def admit(self, entry: Entry, job: AnswerJob, found: Found, load_ms: float) -> None:
         """Let a query join the batch at the next step."""
         sampling = job.sampling
         view, trim = choices_of(job)
-        session = Session.on(snapshot, view, trim)
+        session = Session.on(found.snapshot, view, trim)
         turn = self._sessions.resume(job, session) if job.session else None
         constraint = self._served.grammars.of_schema(sampling.schema) if sampling.schema else None
         answer = Answer(
@@ -136,12 +137,13 @@ class Batch:
             stop_text=StopText(sampling.stop),
             query=[*(turn.before if turn else []), *np.frombuffer(job.token_ids, "<i4").tolist()],
             turn=turn,
-            cache=cache,
+            cache=found.cache,
+            n_again=found.n_again,
             admitted_at=time.monotonic(),
             queue_ms=max(0.0, (time.time() - job.sent_at) * 1000 - load_ms),
             load_ms=load_ms,
         )
-        emit(self._redis, job.id, CacheEvent(cache, answer.cached_tokens))
+        emit(self._redis, job.id, CacheEvent(found.cache, answer.cached_tokens))
         self._answers.append(answer)
         self._answers.sort(key=lambda each: id(each.session.snapshot))  # neighbours share one read of their snapshot
         metrics.TOKENS.labels("cached").inc(answer.cached_tokens)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import structlog
 import torch
 from torch import Tensor
 
 from precis.codecs import Codec
+from precis.compose import N_AGAIN, Part, compose, fingerprint_of
 from precis.container import codecs_of
 from precis.core import Snapshot
 from precis.engine import nothing_read
@@ -98,6 +100,18 @@ class SnapshotCache:
         self.keep(record.id, snapshot)
         metrics.LOADS.labels("store").inc()
         return snapshot, "store"
+
+    def together(self, ids: Sequence[str], parts: Sequence[Part]) -> tuple[Snapshot, int]:
+        """Several snapshots as one, and how many tokens were read for that; held like any other."""
+        name = "+".join(ids)
+        wanted = reduce(lambda one, other: fingerprint_of([one, other]), (p.snapshot.header.fingerprint for p in parts))
+        held = self._hot.get(name)
+        if held is not None and held.header.fingerprint == wanted:
+            self._hot.move_to_end(name)
+            return held, 0
+        made = compose(self.served.model, self.served.rotary, parts)
+        self.keep(name, made)
+        return made, sum(min(N_AGAIN, len(part.token_ids)) for part in parts[1:])
 
     def load_ahead(self, context_id: str) -> str:
         """Load a snapshot nobody asks for yet; says what became of it.

@@ -10,15 +10,12 @@ import msgspec
 import redis
 import structlog
 
-from precis.core import Snapshot
 from precis.errors import (
-    ContextNotFound,
     InternalError,
     JobCancelled,
     JobLost,
     PrecisError,
     ShuttingDown,
-    SnapshotError,
 )
 from precis.fingerprint import digest
 from precis.wire import keys
@@ -40,10 +37,10 @@ from workers.compress import Compressor
 from workers.events import emit
 from workers.jobs import Entry, Heart, Queue
 from workers.models import Served
-from workers.recompute import make_again
 from workers.records import Records
 from workers.score import score
 from workers.sessions import Sessions
+from workers.sources import Found, Sources
 
 _IDLE_BLOCK_MS = 500
 _REAP_S = 1.0
@@ -66,11 +63,12 @@ class Worker:
     described: WorkerRecord
     stopping: bool = False
     batch: Batch = field(init=False)
+    sources: Sources = field(init=False)
     _waiting: deque[Entry] = field(default_factory=deque)
-    _compressing: bool = False
     _reaped_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self.sources = Sources(self.records, self.cache, self.compressor)
         self.batch = Batch(self.served, self.client, self.sessions, self.described.slots, self._done)
 
     def run(self) -> None:
@@ -116,14 +114,14 @@ class Worker:
         idle = not len(self.batch) and not self._waiting
         self._admit(block_ms=_IDLE_BLOCK_MS if idle else None)
         self.batch.step(self.heart.lost)
-        while self._waiting and not self._compressing:
+        while self._waiting and not self.sources.busy:
             self._handle(self._waiting.popleft())
 
     def _admit(self, block_ms: int | None) -> None:
         """Take what there is room for. While a compression runs, no other is taken."""
         if (free := self.batch.free) < 1:
             return
-        compressions = [] if self._compressing or self._waiting else self.queue.compressions
+        compressions = [] if self.sources.busy or self._waiting else self.queue.compressions
         if block_ms is not None:  # whichever comes first; one of each stream at most
             entries = self.queue.take([*self.queue.answers, *compressions], 1, block_ms)
         else:
@@ -162,7 +160,7 @@ class Worker:
         if (record := self.records.get(entry.job.id)) is None or record.status == "ready":
             self._done(entry)
             return
-        self._compressing = True
+        self.sources.busy = True
         try:
             snapshot = self.compressor.run(record, lambda *_: self._between(entry), lambda: not self.heart.lost(entry))
         except ShuttingDown:
@@ -171,7 +169,7 @@ class Worker:
             self.heart.release(entry)
             return
         finally:
-            self._compressing = False
+            self.sources.busy = False
         if self.described.role == "compress":
             self.queue.prefetch(record.id)
         else:
@@ -199,26 +197,24 @@ class Worker:
         if self._stale(entry, job):
             return
         began = time.monotonic()
-        if (found := self._snapshot(entry, job)) is not None:
-            self.batch.admit(entry, job, *found, load_ms=(time.monotonic() - began) * 1000)
+        if (found := self._found(entry, job)) is not None:
+            self.batch.admit(entry, job, found, load_ms=(time.monotonic() - began) * 1000)
 
     def _score(self, entry: Entry, job: ScoreJob) -> None:
         if self._stale(entry, job):
             return
         began = time.monotonic()
-        found = self._snapshot(entry, job)
-        if found is None:
+        if (found := self._found(entry, job)) is None:
             return
-        snapshot, cache = found
         loaded = time.monotonic()
-        items = score(self.served, snapshot, job, lambda: self._check_wanted(job))
+        items = score(self.served, found.snapshot, job, lambda: self._check_wanted(job))
         timings = Timings(
             queue_ms=max(0.0, (time.time() - job.sent_at - (time.monotonic() - began)) * 1000),
             load_ms=(loaded - began) * 1000,
             prefill_ms=(time.monotonic() - loaded) * 1000,
-            cache_n=0 if cache.startswith("recomputed") else snapshot.header.n_tokens,
+            cache_n=0 if found.cache.startswith("recomputed") else found.snapshot.header.n_tokens,
         )
-        emit(self.client, job.id, ScoredEvent(items, cache, timings))
+        emit(self.client, job.id, ScoredEvent(items, found.cache, timings))
         metrics.JOBS.labels("score", "done").inc()
         self._done(entry)
 
@@ -240,25 +236,12 @@ class Worker:
             return True
         return False
 
-    def _snapshot(self, entry: Entry, job: AnswerJob | ScoreJob) -> tuple[Snapshot, str] | None:
-        """The context's snapshot and what to say of it; None if the job was put off until it can be made again."""
-        if not job.context_id:
-            return self.cache.nothing, "miss"
-        if (record := self.records.get(job.context_id)) is None:
-            raise ContextNotFound(f"there is no context {job.context_id}")
-        try:
-            snapshot, origin = self.cache.find(record)
-        except SnapshotError as error:
-            if self._compressing:
-                self._waiting.append(entry)
-                return None
-            self._compressing = True
-            try:
-                return make_again(self.cache, self.compressor, record, error, lambda *_: self._between(entry))
-            finally:
-                self._compressing = False
-        self.records.touch(record)
-        return snapshot, f"hit; {origin}"
+    def _found(self, entry: Entry, job: AnswerJob | ScoreJob) -> Found | None:
+        """What a job stands on; None if it was put off until that can be made again."""
+        found = self.sources.of(job, lambda *_: self._between(entry))
+        if found is None:
+            self._waiting.append(entry)
+        return found
 
     def _failed(self, entry: Entry, error: PrecisError) -> None:
         """The one place where an exception becomes an event and, for a context, a failed record."""

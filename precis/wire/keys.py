@@ -95,6 +95,11 @@ def beginning(tenant: str, model: str, digest: str) -> str:
     return f"{{precis}}:beginning:{tenant}:{model}:{digest}"
 
 
+def seen(tenant: str, model: str, digest: str) -> str:
+    """How often a tenant sent chats that begin with these messages; an hour after the last."""
+    return f"{{precis}}:seen:{tenant}:{model}:{digest}"
+
+
 def fingerprint(tenant: str, value: str) -> str:
     """String: id of the tenant's context with this fingerprint; as long as it lives and has not failed."""
     return f"{{precis}}:fingerprint:{tenant}:{value}"

@@ -81,6 +81,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     Attributes:
         id: of the query; its events go to its own stream.
         context_id: empty for a prompt that stands alone.
+        also: ids of further contexts, read behind the first.
         token_ids: the query part, little-endian int32.
         view_budget: entries per kv head that the view leaves visible; 0 = no view.
         view: its kind.
@@ -100,6 +101,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     sampling: Sampling
     api: str
     sent_at: float
+    also: list[str] = []
     view_budget: int = 0
     view: Literal["sage", "quest", "cluster"] = "sage"
     view_slides: bool = False

@@ -88,6 +88,8 @@ class ContextRecord(msgspec.Struct, frozen=True):
         head_counts: [L][K] kept entries.
         head_bytes: [L][K] bytes of them, without padding.
         layer_bytes: [L] stored bytes.
+        parts: ids of the contexts that the rest of the document is in, if it was split.
+        part_of: id of the context that names this one among its parts, or empty.
     """
 
     id: str
@@ -119,6 +121,8 @@ class ContextRecord(msgspec.Struct, frozen=True):
     layer_bytes: list[int] = []
     error: Problem | None = None
     source: Source | None = None
+    parts: list[str] = []
+    part_of: str = ""
 
     @property
     def protected(self) -> list[tuple[int, int]]:

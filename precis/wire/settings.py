@@ -19,6 +19,7 @@ SERVICE_NAMES = frozenset(
         "answer_timeout_s",
         "worker_grace_s",
         "default_policy",
+        "auto_cache",
         "admin_key",
         "open",
         "quota_contexts",

@@ -8,6 +8,7 @@ import torch
 from precis.compose import Part, compose, fingerprint_of
 from precis.core import Snapshot
 from precis.engine import step
+from precis.errors import ContextTooLong, UnsupportedModel
 from precis.families import Model, Rotary
 from precis.pipeline import compress
 from precis.session import Feed, Session
@@ -82,11 +83,11 @@ def test_what_does_not_fit_in_a_row_or_cannot_be_turned_is_refused(model: Model)
     short = attached(max_position_embeddings=128)
     rotary = Rotary(short, 128)
     parts = [part(short, rotary, ids) for ids in (A, B)]
-    with pytest.raises(ValueError, match="longer together"):
+    with pytest.raises(ContextTooLong, match="longer together"):
         compose(short, rotary, parts)
     unknown = Rotary(model, 512)
     unknown._apply = None
-    with pytest.raises(ValueError, match="cannot be turned"):
+    with pytest.raises(UnsupportedModel, match="cannot be turned"):
         compose(model, unknown, [part(model, Rotary(model, 512), ids) for ids in (A, B)])
 
 

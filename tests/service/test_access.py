@@ -103,6 +103,7 @@ def test_a_foreign_context_looks_exactly_like_one_that_never_was(guarded: Stack)
     bodies: dict[str, Any] = {
         "/queries": {"question": "Who?"},
         "/batch": {"questions": ["Who?"]},
+        "/append": {"text": "More."},
         "/score": {"items": [{"prompt": "a", "continuation": "b"}]},
     }
     n_seen = 0
@@ -123,6 +124,13 @@ def test_a_foreign_context_looks_exactly_like_one_that_never_was(guarded: Stack)
     chat = {"messages": [{"role": "user", "content": "Who?"}], "context": context["id"]}
     assert other.post("/v1/chat/completions", json=chat).status_code == 404
     assert other.get("/v1/contexts").json()["data"] == []
+    own = upload(other, DOCUMENT + "own").json()
+    url = f"/v1/contexts/{own['id']}/queries"
+    for also in (context["id"], unknown):
+        found = other.post(url, json={"question": "Who?", "also": [also]})
+        assert (found.status_code, found.json()["detail"]) == (404, f"there is no context {also}")
+    gemini = {"contents": [{"parts": [{"text": "Who?"}]}], "cachedContent": f"cachedContents/{context['id']}"}
+    assert other.post(f"/v1beta/models/{own['model']}:generateContent", json=gemini).status_code == 404
     assert other.get("/v1/contexts", params={"after": context["id"]}).status_code == 404
     assert mine.get(f"/v1/contexts/{context['id']}").status_code == 200
 

@@ -187,7 +187,8 @@ class Records:
             InvalidRequest: naming the context that is already what this one would be.
             QueueFull, QuotaExceeded: if too many contexts wait, or the tenant has too much; nothing was changed then.
         """
-        fields = record_fields(fingerprint=fingerprint, status="queued", fidelity=None, **changes)
+        changes = {"status": "queued", "queued_at": time.time(), "fidelity": None, **changes}
+        fields = record_fields(fingerprint=fingerprint, **changes)
         where = [
             keys.context(record.id),
             keys.fingerprint(record.tenant, record.fingerprint),

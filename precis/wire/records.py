@@ -79,6 +79,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         tenant: whose it is; others find nothing under its id.
+        queued_at: Unix time, seconds, of the last change that has to be worked on; 0: its creation.
         reserved_bytes: what counts against the tenant's quota until it is stored.
         beginning: digest of the messages, by which a chat that begins with them finds the context; empty for raw.
         template: "chat" or "raw".
@@ -105,6 +106,7 @@ class ContextRecord(msgspec.Struct, frozen=True):
     tenant: str = DEFAULT_TENANT
     reserved_bytes: int = 0
     beginning: str = ""
+    queued_at: float = 0.0
     status: Status = "queued"
     name: str = ""
     metadata: dict[str, str] = {}

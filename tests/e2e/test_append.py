@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,12 @@ def reused(own: Stack, how: str) -> float:
 
 def test_it_answers_like_the_same_messages_read_at_once_and_only_the_new_is_read(own: Stack) -> None:
     context, before = upload(own, FIRST), reused(own, "grown")
+    time.sleep(1.5)
     answered = append(own, context, MORE)
     grown = answered.json()
     assert (answered.status_code, grown["status"], grown["id"]) == (200, "ready", context["id"])
     assert reused(own, "grown") == before + 1
+    assert grown["timings"]["queue_ms"] < 1000
     messages = [{"role": "user", "content": FIRST}, {"role": "user", "content": MORE}]
     at_once = own.http().post("/v1/contexts?wait=60", json={"messages": messages, "compression": EXACT}).json()
     assert at_once["id"] == grown["id"]  # the same document by the same policy

@@ -99,8 +99,9 @@ class Compressor:
         stored_at = time.monotonic()
         began = progress.began
         scoring = next((began[stage] for stage in ("score", "search", "encode", "tighten") if stage in began), started)
+        queued_at = record.queued_at or record.created_at
         timings = {
-            "queue_ms": max(0.0, (time.time() - (record.queued_at or record.created_at) - (stored_at - started)) * 1000),
+            "queue_ms": max(0.0, (time.time() - queued_at - (stored_at - started)) * 1000),
             "prefill_ms": (scoring - began.get("prefill", scoring)) * 1000,
             "compress_ms": (compressed_at - scoring) * 1000,
             "store_ms": (stored_at - compressed_at) * 1000,

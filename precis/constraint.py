@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from precis.errors import InvalidRequest
+
+# One space after commas and colons, and none elsewhere: small models would go on with white space for ever.
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
@@ -33,7 +37,7 @@ class Grammars:
             InvalidRequest: if it is none, or asks for what cannot be enforced.
         """
         try:
-            matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_json_schema(schema))
+            matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_json_schema(schema, _COMPACT))
         except ValueError as error:
             raise InvalidRequest(f"the JSON schema cannot be used: {error}") from error
         if matcher.is_error():

@@ -13,46 +13,53 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from precis.errors import InvalidRequest, PrecisError
-from precis.wire.messages import DoneEvent, TokenLogprob
+from precis.wire.messages import DoneEvent, TokenEvent, TokenLogprob
 from service import metrics, sse
 from service.access import CallerDep
 from service.asking import done_of
 from service.choosing import Choices, choose, schema_of, usage_of_all
 from service.openai_schemas import ChatIn, CompletionIn
 from service.problems import body_of
-from service.prompts import Prompt, prompt_of, raw_prompt_of
+from service.prompts import Chat, Prompt, prompt_of, raw_prompt_of
 from service.queries import logprob_out
 from service.state import StateDep
+from service.tools import Held, Tools
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-_Shown = Callable[[str | None, list[TokenLogprob]], dict[str, Any]]
+_Parts = list[tuple[dict[str, Any], str | None]]  # of a choice, with its finish reason
+_Shown = Callable[[int, TokenEvent | DoneEvent], _Parts]
 
 
 @router.post("/chat/completions")
 async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete a chat, on the context named by `context`, or else on the longest that the messages begin with."""
-    messages = [message.plain() for message in wanted.messages]
-    prompt = await prompt_of(state, caller, wanted.model, wanted.contexts, messages, wanted.cache)
-    choices = await choose(state, request, prompt, wanted, schema=schema_of(wanted.response_format))
+    messages, tools = [message.plain() for message in wanted.messages], Tools(wanted.tools or [], wanted.tool_choice)
+    prompt = await prompt_of(state, caller, Chat(wanted.model, wanted.contexts, messages, wanted.cache, tools))
+    schema = tools.schema() or schema_of(wanted.response_format)
+    choices = await choose(state, request, prompt, wanted, schema=schema)
     head = {**_head(choices, prompt), "id": f"chatcmpl-q_{choices.id}"}
     headers = {"x-cache": choices.cache + prompt.note, "x-context": prompt.context_id}
     if wanted.stream:
         head["object"] = "chat.completion.chunk"
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        frames = _frames(choices, head, request.url.path, wanted.with_usage, opening, _chat_part)
+        held = [Held(tools) for _ in choices.asked]
+        shown = _chat_part if not tools else lambda index, event: _tool_parts(held[index], event)
+        frames = _frames(choices, head, request.url.path, wanted.with_usage, opening, shown)
         return sse.Stream(frames, choices.close, headers)
     found = await choices.collect(request)
+    read = [tools.read(each.text) for each in found]
     body = {
         **head,
         "object": "chat.completion",
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": each.text, "refusal": None},
+                "message": {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+                | ({"tool_calls": calls} if calls else {}),
                 "logprobs": _chat_logprobs(each.logprobs) if wanted.logprobs else None,
-                "finish_reason": done_of(each).finish_reason,
+                "finish_reason": "tool_calls" if calls else done_of(each).finish_reason,
             }
-            for index, each in enumerate(found)
+            for index, (each, (text, calls)) in enumerate(zip(found, read, strict=True))
         ],
         "usage": usage_of_all([done_of(each) for each in found]),
     }
@@ -106,7 +113,7 @@ async def _frames(
         path: of the route, whose errors look alike.
         with_usage: whether the last chunk tells it.
         opening: what every choice begins with, or None.
-        shown: a text with its log-probabilities as part of a choice, empty to send nothing; None and [] at the end.
+        shown: the parts of a choice that an event becomes.
     """
     unused = {"usage": None} if with_usage else {}
 
@@ -120,9 +127,8 @@ async def _frames(
         async for index, event in choices.events():
             if isinstance(event, DoneEvent):
                 done.append(event)
-                yield chunk(index, shown(None, []), event.finish_reason)
-            elif part := shown(event.text, event.logprobs):
-                yield chunk(index, part)
+            for part, reason in shown(index, event):
+                yield chunk(index, part, reason)
         if with_usage:
             yield sse.frame(json.dumps({**head, "choices": [], "usage": usage_of_all(done)}))
     except PrecisError as error:
@@ -131,15 +137,31 @@ async def _frames(
     yield sse.frame("[DONE]")
 
 
-def _chat_part(text: str | None, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    delta = {} if text is None else {"content": text}
-    return {"delta": delta, "logprobs": _chat_logprobs(logprobs) if logprobs else None}
+def _chat_part(_index: int, event: TokenEvent | DoneEvent) -> _Parts:
+    if isinstance(event, DoneEvent):
+        return [({"delta": {}, "logprobs": None}, event.finish_reason)]
+    logprobs = _chat_logprobs(event.logprobs) if event.logprobs else None
+    return [({"delta": {"content": event.text}, "logprobs": logprobs}, None)]
 
 
-def _text_part(text: str | None, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    if text == "" and not logprobs:
-        return {}
-    return {"text": text or "", "logprobs": _text_logprobs(logprobs) if logprobs else None}
+def _tool_parts(held: Held, event: TokenEvent | DoneEvent) -> _Parts:
+    """Text up to where a call may begin; at the end what was held back, or the calls."""
+    if isinstance(event, TokenEvent):
+        shown = held.push(event.text)
+        return [({"delta": {"content": shown}, "logprobs": None}, None)] if shown else []
+    rest, calls = held.finish()
+    deltas: list[dict[str, Any]] = [{"content": rest}] if rest else []
+    deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
+    parts: _Parts = [({"delta": delta, "logprobs": None}, None) for delta in deltas]
+    return [*parts, ({"delta": {}, "logprobs": None}, "tool_calls" if calls else event.finish_reason)]
+
+
+def _text_part(_index: int, event: TokenEvent | DoneEvent) -> _Parts:
+    if isinstance(event, DoneEvent):
+        return [({"text": "", "logprobs": None}, event.finish_reason)]
+    if not event.text and not event.logprobs:
+        return []
+    return [({"text": event.text, "logprobs": _text_logprobs(event.logprobs) if event.logprobs else None}, None)]
 
 
 def _chat_logprobs(found: list[TokenLogprob]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from service.choosing import Choices, choose
 from service.contexts import created, prepare, removed
 from service.gemini_schemas import CachedContentIn, CachedContentPatch, GenerateIn, messages_of
 from service.problems import body_of
-from service.prompts import prompt_of
+from service.prompts import Chat, prompt_of
 from service.schemas import ContextIn, validated
 from service.shapes import stamp
 from service.state import State, StateDep
@@ -122,7 +122,7 @@ async def generate(
     model, action = match[1], match[2]
     context_ids = None if wanted.cached_content is None else [_name(wanted.cached_content)]
     messages = messages_of(wanted.contents, wanted.system_instruction)
-    prompt = await prompt_of(state, caller, model, context_ids, messages)
+    prompt = await prompt_of(state, caller, Chat(model, context_ids, messages))
     if action == "countTokens":
         return JSONResponse(
             {

@@ -6,12 +6,13 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 from precis.wire.messages import Message
 from service.openai_schemas import ChatIn
 from service.schemas import validated
+from service.tools import none_here
 
 Duration = Annotated[str, StringConstraints(pattern=r"^\d{1,9}(\.\d{1,9})?s$")]
 
@@ -86,6 +87,7 @@ class GenerateIn(Camel):
     contents: list[ContentIn] = Field(min_length=1)
     cached_content: str | None = None
     system_instruction: ContentIn | str | None = None
+    tools: Annotated[list[dict[str, Any]], AfterValidator(none_here)] = Field(default_factory=list)
     generation_config: GenerationConfig = Field(default_factory=GenerationConfig)
 
     def sampling(self) -> ChatIn:

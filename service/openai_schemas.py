@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from precis.wire.messages import Message
-from service.schemas import MessageIn, SamplingIn
+from service.schemas import MessageIn, SamplingIn, TextPart
+from service.tools import CallIn, Choice, ToolIn, none_here
 
 
 class StreamOptions(BaseModel):
@@ -59,10 +60,29 @@ class OpenAiIn(SamplingIn):
         return 0
 
 
+class ChatMessageIn(MessageIn):
+    """A message of a chat in which tools are called."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
+    content: str | list[TextPart] | None = None  # type: ignore[assignment]
+    tool_calls: list[CallIn] | None = None
+
+    def plain(self) -> Message:
+        """For the library: calls and their results in words."""
+        text = "" if self.content is None else super().plain().content
+        if self.role == "tool":
+            return Message("user", f"<tool_response>\n{text}\n</tool_response>")
+        calls = [call.text() for call in self.tool_calls or []]
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, "\n".join([*([text] if text or not calls else []), *calls]))
+
+
 class ChatIn(OpenAiIn):
     """OpenAI's chat completion request, plus `context`."""
 
-    messages: list[MessageIn] = Field(min_length=1)
+    messages: list[ChatMessageIn] = Field(min_length=1)
+    tools: list[ToolIn] | None = Field(None, max_length=128)
+    tool_choice: Choice | None = None
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 20)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=0, le=20)  # type: ignore[assignment]
@@ -132,6 +152,7 @@ class ResponseIn(OpenAiIn):
     metadata: dict[str, str] | None = None
     store: bool = True
     text: TextConfig | None = None
+    tools: Annotated[list[dict[str, Any]], AfterValidator(none_here)] = Field(default_factory=list)
     n: int = Field(1, ge=1, le=1)
 
     @property

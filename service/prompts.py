@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from precis.errors import ContextNotFound, InvalidRequest, SnapshotCorrupt
 from precis.wire import keys
@@ -17,6 +17,7 @@ from service.contexts import int32_bytes
 from service.models import model_of
 from service.records import expired
 from service.state import State
+from service.tools import Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +52,43 @@ class Prompt:
         return 0 if self.record is None else together(self.card, [self.record, *self.also])
 
 
-async def prompt_of(
-    state: State,
-    caller: Caller,
-    model: str,
-    context_ids: list[str] | None,
-    messages: list[Message],
-    cache: Mode | None = None,
-) -> Prompt:
-    """The prompt of a chat.
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What is asked.
 
-    Args:
-        state: of the API.
-        caller: whose contexts count.
+    Attributes:
         model: its name; "" where only one is served.
         context_ids: the messages follow these contexts; None: look for one that they begin with.
         messages: at least one.
         cache: whether long beginnings that come twice are stored; None: as the settings say.
+        tools: that the answer may call.
+    """
+
+    model: str
+    context_ids: list[str] | None
+    messages: list[Message]
+    cache: Mode | None = None
+    tools: Tools = field(default_factory=lambda: Tools([], None))
+
+
+async def prompt_of(state: State, caller: Caller, chat: Chat) -> Prompt:
+    """The prompt of a chat.
 
     Raises:
         InvalidRequest: if the context is of another model, or takes no chat.
         ContextNotFound, ContextNotReady, ContextExpired, ContextFailed: of a context that was named.
     """
-    if context_ids is None:
-        found = await _found(state, caller, await state.fleet.card(model or None), messages)
+    model, messages = chat.model, chat.messages
+    if chat.context_ids is None:
+        found = await _found(state, caller, await state.fleet.card(model or None), chat)
         if found.record is not None:
             await renew(state, found.record)
-        elif (cache or ("auto" if state.settings.auto_cache else "off")) == "auto":
+        elif (chat.cache or ("auto" if state.settings.auto_cache else "off")) == "auto":
             digests = digests_of(messages)[:-1]
             note = await noticed(state, caller, found.card, messages, digests, len(found.token_ids))
             return replace(found, note=note)
         return found
-    record, *also = await state.ready_contexts(context_ids, caller.tenant)
+    record, *also = await state.ready_contexts(chat.context_ids, caller.tenant)
     if model and model != record.model:
         raise InvalidRequest(f"the context was made with {record.model}, not with {model}", param="model")
     if record.parts:
@@ -91,12 +97,12 @@ async def prompt_of(
         raise InvalidRequest("a raw context takes no chat: use its queries route", param="context")
     card, prompter = await model_of(state, record)
     roles = tuple((also[-1] if also else record).roles)
-    return Prompt(card, record, prompter.query_part(roles, messages), tuple(also))
+    return Prompt(card, record, prompter.query_part(roles, chat.tools.told(messages)), tuple(also))
 
 
-async def _found(state: State, caller: Caller, card: ModelCard, messages: list[Message]) -> Prompt:
+async def _found(state: State, caller: Caller, card: ModelCard, chat: Chat) -> Prompt:
     """On the context with the most messages that these begin with; the newest of equals."""
-    prompter = await state.fleet.prompter(card)
+    prompter, messages, told = await state.fleet.prompter(card), chat.messages, chat.tools.told
     digests = digests_of(messages)[:-1]  # at least one message is the question
     places = [keys.beginning(caller.tenant, card.name, digest) for digest in reversed(digests)]
     async with state.stores.queue.pipeline(transaction=False) as pipe:
@@ -107,8 +113,8 @@ async def _found(state: State, caller: Caller, card: ModelCard, messages: list[M
         records = [await state.records.find(raw.decode()) for raw in members]
         if usable := [record for record in records if record is not None and _usable(record, card)]:
             record = max(usable, key=lambda each: each.created_at)
-            return Prompt(card, record, prompter.query_part(tuple(record.roles), messages[n:]))
-    return Prompt(card, None, prompter.whole(messages))
+            return Prompt(card, record, prompter.query_part(tuple(record.roles), told(messages[n:])))
+    return Prompt(card, None, prompter.whole(told(messages)))
 
 
 async def raw_prompt_of(state: State, caller: Caller, model: str, context_ids: list[str] | None, text: str) -> Prompt:

@@ -21,7 +21,7 @@ from service.asking import done_of
 from service.choosing import Choices, choose, schema_of
 from service.openai_schemas import ResponseIn
 from service.problems import body_of
-from service.prompts import prompt_of
+from service.prompts import Chat, prompt_of
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
@@ -51,7 +51,8 @@ async def create_response(wanted: ResponseIn, request: Request, state: StateDep,
     turns = [*(before.messages if before else []), *wanted.turns]
     contexts = wanted.contexts or (before.contexts if before else [])
     system = [Message("system", wanted.instructions)] if wanted.instructions else []
-    prompt = await prompt_of(state, caller, wanted.model, contexts or None, [*system, *turns], wanted.cache)
+    chat = Chat(wanted.model, contexts or None, [*system, *turns], wanted.cache)
+    prompt = await prompt_of(state, caller, chat)
     choices = await choose(state, request, prompt, wanted, schema=schema_of(wanted.format))
     head = _head(choices, wanted)
     headers = {"x-cache": choices.cache + prompt.note, "x-context": prompt.context_id}

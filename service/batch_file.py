@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from service.client import ApiError, Client
+from service.client import Client
+from service.replies import ApiError
 from service.terminal import URL, Url, err, told
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

@@ -13,9 +13,11 @@ from rich.table import Table
 from precis.wire.presets import AUTO, CODEC_NAMES, PRESETS, TRIM_NAMES, VIEW_NAMES
 from service import administer, listing, transfer
 from service.batch_file import batch
+from service.bench import bench
 from service.calibrate import calibrate
-from service.client import ApiError, Client
+from service.client import Client
 from service.evaluate import evaluate, read_questions
+from service.replies import ApiError
 from service.summary import summary
 from service.terminal import URL, AsJson, Url, err, out, ready, told
 from service.up import DEFAULT_MODEL, Options, Supervisor
@@ -30,6 +32,7 @@ for command in (
     listing.models,
     administer.top,
     batch,
+    bench,
 ):
     app.command()(command)
 app.command("export")(transfer.export_context)
@@ -71,6 +74,7 @@ def put(
     instructions: Annotated[str | None, typer.Option(help="system message before the document")] = None,
     ttl_s: Annotated[int | None, typer.Option(help="seconds to live")] = None,
     pinned: Annotated[bool, typer.Option(help="never expire")] = False,
+    split: Annotated[bool, typer.Option(help="split a text that is too long over several contexts")] = False,
     raw: Annotated[bool, typer.Option(help="store the text as it is, without the chat template")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the id only")] = False,
     as_json: AsJson = False,
@@ -92,7 +96,9 @@ def put(
         "pinned": pinned,
     }
     given = {"instructions": instructions, "ttl_s": ttl_s, "template": "raw" if raw else None}
-    options |= {key: value for key, value in given.items() if value is not None}
+    options |= {key: value for key, value in given.items() if value is not None} | (
+        {"overflow": "split"} if split else {}
+    )
     upload = {"file": (Path(file).name if file != "-" else "", _bytes(file))}
     context = client.call("POST", "/v1/contexts", files=upload, data={"options": json.dumps(options)})
     context = ready(client, context)
@@ -102,6 +108,24 @@ def put(
         typer.echo(context["id"])
     else:
         out.print(summary(context))
+
+
+@app.command()
+@told
+def append(
+    context: Annotated[str, typer.Argument(help="id of a context")],
+    file: Annotated[str, typer.Argument(help="a UTF-8 text file, or - for standard input")],
+    as_json: AsJson = False,
+    url: Url = URL,
+) -> None:
+    """Let a context grow by a text, and wait until it can be asked again."""
+    client = Client(url)
+    grown = client.call("POST", f"/v1/contexts/{context}/append", json={"text": _read(file)})
+    found = ready(client, grown)
+    if as_json:
+        out.print_json(data=found)
+    else:
+        out.print(summary(found))
 
 
 def _bytes(file: str) -> bytes:
@@ -126,6 +150,7 @@ def ask(
     max_tokens: Annotated[int, typer.Option(help="tokens at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = always the likeliest token")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="for the same draws again")] = None,
+    also: Annotated[list[str] | None, typer.Option(help="a further context to be read; may be repeated")] = None,
     view: Annotated[str | None, typer.Option(help=f"read only what matters: {', '.join(VIEW_NAMES)}")] = None,
     trim: Annotated[str | None, typer.Option(help=f"bound a long answer's memory: {', '.join(TRIM_NAMES)}")] = None,
     raw: Annotated[bool, typer.Option(help="text as it is, for contexts with the raw template")] = False,
@@ -133,19 +158,24 @@ def ask(
     url: Url = URL,
 ) -> None:
     """Ask a context a question, or talk about it; answers stream."""
-    client, path = Client(url), f"/v1/contexts/{context}/queries"
+    client = Client(url)
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    how |= {key: value for key, value in {"seed": seed, "view": view, "trim": trim}.items() if value is not None}
+    how |= {
+        key: value
+        for key, value in {"seed": seed, "view": view, "trim": trim, "also": also}.items()
+        if value is not None
+    }
     if question is None:
-        session = client.call("POST", f"/v1/contexts/{context}/sessions")["id"]
-        _talk(client, path, {**how, "session": session})
-    elif as_json:
-        out.print_json(data=client.call("POST", path, json={**how, "prompt" if raw else "question": question}))
+        _talk(client, context, {**how, "session": client.session(context)})
+        return
+    asked, how = (None, {**how, "prompt": question}) if raw else (question, how)
+    if as_json:
+        out.print_json(data=client.ask(context, asked, **how).raw)
     else:
-        _streamed(client, path, {**how, "prompt" if raw else "question": question})
+        _streamed(client, context, asked, how)
 
 
-def _talk(client: Client, path: str, how: dict[str, Any]) -> None:
+def _talk(client: Client, context: str, how: dict[str, Any]) -> None:
     """Turn after turn until the end of the input; Ctrl-C stops an answer, which then was never said."""
     err.print("Ask; an empty line or Ctrl-D ends.", style="dim")
     while True:
@@ -156,21 +186,19 @@ def _talk(client: Client, path: str, how: dict[str, Any]) -> None:
         if not question:
             return
         try:
-            _streamed(client, path, {**how, "question": question})
+            _streamed(client, context, question, how)
         except KeyboardInterrupt:
             sys.stdout.write("\n")
 
 
-def _streamed(client: Client, path: str, body: dict[str, Any]) -> None:
+def _streamed(client: Client, context: str, question: str | None, how: dict[str, Any]) -> None:
     """Print an answer as it comes."""
-    for event in client.stream("POST", path, json={**body, "stream": True}):
-        if event.name == "token":
-            sys.stdout.write(event.data["text"])
+    try:
+        for piece in client.ask_stream(context, question, **how):
+            sys.stdout.write(piece)
             sys.stdout.flush()
-        elif event.name == "error":
-            sys.stdout.write("\n")
-            raise ApiError(event.data["detail"])
-    sys.stdout.write("\n")
+    finally:
+        sys.stdout.write("\n")
 
 
 @app.command("eval")

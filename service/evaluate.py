@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.client import ApiError, Client
+from service.client import Client
+from service.replies import ApiError
 
 _TTL_S = 3600
 _MAX_TOKENS = 48

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import time
+from typing import Annotated, Any
 
 import typer
+from rich.live import Live
 from rich.table import Table
 
 from service.client import Client
@@ -15,30 +18,46 @@ from service.terminal import URL, AsJson, Url, out, ready, told
 @told
 def ls(
     limit: Annotated[int, typer.Option(help="contexts at most")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="go on looking, until Ctrl-C")] = False,
+    every_s: Annotated[float, typer.Option(help="seconds between looks")] = 1.0,
     as_json: AsJson = False,
     url: Url = URL,
 ) -> None:
     """List contexts, the newest first."""
-    found = Client(url).call("GET", "/v1/contexts", params={"limit": limit})
+    client = Client(url)
+
+    def look() -> dict[str, Any]:
+        return client.call("GET", "/v1/contexts", params={"limit": limit})
+
     if as_json:
-        out.print_json(data=found)
-        return
+        out.print_json(data=look())
+    elif not watch:
+        out.print(_listed(look()))
+    else:
+        with Live(_listed(look()), console=out) as live, contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(every_s)
+                live.update(_listed(look()))
+
+
+def _listed(found: dict[str, Any]) -> Table:
     table = Table()
     for header in ("context", "name", "status"):
         table.add_column(header, no_wrap=header == "context", max_width=None if header == "context" else 16)
     for header in ("tokens", "MB", "ratio"):
         table.add_column(header, justify="right", no_wrap=True)
     for context in found["data"]:
-        storage = context["storage"]
+        storage, progress = context["storage"], context["progress"]
+        reading = context["status"] == "prefilling" and progress["total"]
         table.add_row(
             context["id"],
             context["name"],
-            context["status"],
+            f"reading {progress['processed'] / progress['total']:.0%}" if reading else context["status"],
             f"{context['usage']['total_tokens']:,}",
             f"{storage['stored_bytes'] / 1e6:.2f}" if storage["stored_bytes"] else "-",
             f"{storage['ratio']:.1f}x" if storage["ratio"] else "-",
         )
-    out.print(table)
+    return table
 
 
 @told

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from service.client import ApiError, Client
+from service.client import Client
+from service.replies import ApiError
 
 out, err = Console(), Console(stderr=True)
 Url = Annotated[str, typer.Option(envvar="PRECIS_URL", help="server to talk to")]

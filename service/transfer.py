@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from service.client import ApiError, Client
+from service.client import Client
+from service.replies import ApiError
 from service.summary import summary
 from service.terminal import URL, AsJson, Url, err, out, ready, told
 

@@ -127,3 +127,37 @@ def test_a_file_of_requests_becomes_a_file_of_answers(run: Any, context: str, tm
     assert "line 1 is not" in run("batch", str(asked)).stderr
     asked.write_text(json.dumps({"custom_id": "x", "url": "/v1/contexts", "body": {}}))
     assert "line 1: the url" in run("batch", str(asked)).stderr
+
+
+def test_append_and_ask_several(run: Any, tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(SENTENCE * 4 + name)
+        found.append(run("put", str(tmp_path / name), "--policy", "full", "--codec", "raw16", "-q").stdout.strip())
+    grown = run("append", found[0], "-", "--json", given="And a hen.")
+    assert grown.exit_code == 0, grown.output
+    assert json.loads(grown.stdout)["usage"]["total_tokens"] > len(SENTENCE * 4)
+    both = run("ask", found[0], "Who?", "--also", found[1], "--max-tokens", "4", "--json")
+    assert both.exit_code == 0, both.output
+    assert json.loads(both.stdout)["also"] == [found[1]]
+    assert "empty" in run("append", found[0], "-", given=" ").output
+
+
+def test_bench_measures_and_leaves_nothing(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "fox.txt").write_text(SENTENCE * 20 + "bench")
+    before = json.loads(run("ls", "--json").stdout)["data"]
+    found = run("bench", str(tmp_path / "fox.txt"), "--rounds", "2", "--at-once", "2", "--max-tokens", "4", "--json")
+    assert found.exit_code == 0, found.output
+    row = json.loads(found.stdout)
+    assert row["document_tokens"] > len(SENTENCE * 20)
+    for name in (
+        "upload_s",
+        "first_token_s",
+        "tokens_per_s",
+        "tokens_per_s_of_2_at_once",
+        "first_token_s_reading_again",
+    ):
+        assert row[name] > 0, name
+    assert json.loads(run("ls", "--json").stdout)["data"] == before
+    shown = run("bench", str(tmp_path / "fox.txt"), "--rounds", "1", "--at-once", "1", "--max-tokens", "4")
+    assert "first token s reading again" in shown.output

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from service.cli import app
-from service.client import ApiError
 from service.evaluate import Question, f1, is_right, read_questions
+from service.replies import ApiError
 from tests.stack import Stack
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12

@@ -67,9 +67,9 @@ class CodecIn(Strict):
 class CompressionIn(Strict):
     """How to compress; what is left out takes the server's default."""
 
-    policy: str | None = None
+    policy: str | None = Field(None, description="docs/methods.md has all")
     keep_ratio: float | None = Field(None, description="share of entries kept, above 0 and at most 1")
-    codec: str | CodecIn | None = None
+    codec: str | CodecIn | None = Field(None, description="docs/codecs.md has all")
     max_bytes: int | None = Field(None, description="keep as much as fits into so many stored bytes")
     max_kl: float | None = Field(None, description="keep as little as this divergence allows, nats per token")
     probes: list[str] = Field(default_factory=list, description="representative questions, for policies that ask them")
@@ -78,16 +78,16 @@ class CompressionIn(Strict):
 class ContextIn(Strict):
     """A document, given as text or as messages."""
 
-    text: str | None = None
-    messages: list[MessageIn] | None = None
-    template: Literal["chat", "raw"] = "chat"
+    text: str | None = Field(None, description="the document")
+    messages: list[MessageIn] | None = Field(None, description="or a whole beginning of a chat")
+    template: Literal["chat", "raw"] = Field("chat", description="raw: the text as it is, without the chat template")
     instructions: str | None = Field(None, description="system message before the text")
-    model: str | None = None
-    name: str = Field("", max_length=128)
-    metadata: Metadata = Field(default_factory=dict, max_length=16)
+    model: str | None = Field(None, description="where several are served")
+    name: str = Field("", max_length=128, description="to remember it by")
+    metadata: Metadata = Field(default_factory=dict, max_length=16, description="up to 16 strings")
     ttl_s: Ttl | None = None
-    expire_time: datetime | None = None
-    pinned: bool = False
+    expire_time: datetime | None = Field(None, description="or the time it ends, with its time zone")
+    pinned: bool = Field(False, description="or never")
     overflow: Literal["refuse", "split"] = Field("refuse", description="what to do with a text that is too long")
     compression: CompressionIn = Field(default_factory=CompressionIn)
 
@@ -165,12 +165,12 @@ class SamplingIn(BaseModel):
     """What answers have in common on all routes."""
 
     max_tokens: int | None = Field(None, ge=1, le=1 << 20, description="default: 256; on OpenAI routes 1024")
-    temperature: float = Field(0.0, ge=0, le=2)
+    temperature: float = Field(0.0, ge=0, le=2, description="0: always the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: str | list[str] = Field(default_factory=list)
-    stream: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    stop: str | list[str] = Field(default_factory=list, description="texts before which an answer ends")
+    stream: bool = Field(False, description="server-sent events")
+    top_logprobs: int = Field(0, ge=0, le=20, description="alternatives per token")
 
     @model_validator(mode="after")
     def _few_stops(self) -> SamplingIn:
@@ -188,13 +188,13 @@ class QueryIn(SamplingIn, Strict):
     """A question about a context."""
 
     model_config = ConfigDict(extra="forbid")
-    question: str | None = None
-    messages: list[MessageIn] | None = Field(None, min_length=1)
+    question: str | None = Field(None, description="one message of the user's")
+    messages: list[MessageIn] | None = Field(None, min_length=1, description="or several messages")
     prompt: str | None = Field(None, description="raw text after the seam, for contexts with the raw template")
-    logprobs: bool = False
-    ignore_eos: bool = False
-    view: ViewIn | ViewKind | None = None
-    trim: TrimIn | TrimKind | None = None
+    logprobs: bool = Field(False, description="of each token of the answer")
+    ignore_eos: bool = Field(False, description="go on to max_tokens, for measurements")
+    view: ViewIn | ViewKind | None = Field(None, description="which entries are read while decoding")
+    trim: TrimIn | TrimKind | None = Field(None, description="what a long answer forgets of itself")
     session: str | None = Field(None, description="id of a session, of which this is the next turn")
     also: list[str] = Field(
         default_factory=list, max_length=15, description="ids of further contexts, read behind this"

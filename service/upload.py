@@ -50,7 +50,7 @@ async def create_context(
     request: Request,
     state: StateDep,
     caller: CallerDep,
-    wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S)] = None,
+    wait: Annotated[float | None, Query(ge=0, le=_WAIT_LIMIT_S, description="seconds to wait for ready")] = None,
 ) -> Response:
     """Upload a document; 202 while it is being compressed, 200 when it is there already or got ready within `wait`."""
     wanted, source = await _read(request)

@@ -252,6 +252,10 @@ class Records:
         expired_error = '{"code":"context_expired","detail":"the context has expired"}'
         await self._remove(keys=where, args=[record.id, tombstone, expired_error])
 
+    async def unlink_snapshot(self, snapshot_id: str) -> None:
+        """Take a snapshot away with all of its parts."""
+        await self._store.unlink(*await self._parts(snapshot_id))
+
     async def _parts(self, context_id: str) -> list[str]:
         n_parts = await self._store.hget(keys.snapshot(context_id), "parts")
         return [keys.snapshot(context_id, part) for part in range(int(n_parts or 1))]
@@ -265,7 +269,7 @@ class Records:
                 await self._queue.zrem(keys.EXPIRY, raw)
                 continue
             await self._take_away(record, tombstone=str(now + _TOMBSTONE_S))
-            await self._store.unlink(*await self._parts(record.id))
+            await self.unlink_snapshot(record.id)
             metrics.EXPIRED.inc()
         for raw in await self._queue.zrangebyscore(keys.TOMBSTONES, 0, now, start=0, num=100):
             record = await self.find(raw.decode())

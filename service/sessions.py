@@ -58,16 +58,28 @@ async def delete_session(session_id: str, state: StateDep, caller: CallerDep) ->
     found = await find(state, session_id, caller.tenant)
     await state.stores.queue.zrem(keys.sessions(found.context_id), session_id)
     await state.stores.queue.unlink(keys.session(session_id), keys.turn(session_id))
-    await state.stores.snapshots.unlink(keys.snapshot(session_id))
+    await _unlink_deltas(state, session_id, found)
     return {"id": session_id, "object": "session", "deleted": True}
 
 
 async def forget_all(state: State, context_id: str) -> None:
     """Take all sessions of a context away."""
     ids = [raw.decode() for raw in await state.stores.queue.zrange(keys.sessions(context_id), 0, -1)]
-    if ids:
-        await state.stores.queue.unlink(*map(keys.session, ids), *map(keys.turn, ids), keys.sessions(context_id))
-        await state.stores.snapshots.unlink(*map(keys.snapshot, ids))
+    if not ids:
+        return
+    for session_id, stored in zip(ids, await state.stores.queue.mget([*map(keys.session, ids)]), strict=True):
+        if stored is not None:
+            await _unlink_deltas(state, session_id, _opened(state, session_id, stored))
+    await state.stores.queue.unlink(*map(keys.session, ids), *map(keys.turn, ids), keys.sessions(context_id))
+
+
+async def _unlink_deltas(state: State, session_id: str, found: SessionState) -> None:
+    for turn, _ in found.deltas:
+        await state.records.unlink_snapshot(keys.delta(session_id, turn))
+
+
+def _opened(state: State, session_id: str, stored: bytes) -> SessionState:
+    return decode(state.vault.unseal(stored, session_id, "state"), SessionState)
 
 
 async def find(state: State, session_id: str, tenant: str) -> SessionState:
@@ -77,7 +89,7 @@ async def find(state: State, session_id: str, tenant: str) -> SessionState:
         SessionNotFound: if there is none, it has expired, or it is another tenant's.
     """
     stored = await state.stores.queue.get(keys.session(session_id))
-    found = None if stored is None else decode(state.vault.unseal(stored, session_id, "state"), SessionState)
+    found = None if stored is None else _opened(state, session_id, stored)
     if found is None or found.tenant != tenant:
         raise SessionNotFound(f"there is no session {session_id}, or it has expired")
     return found

@@ -1,7 +1,8 @@
-"""Conversations that outlive their worker: after each turn, the entries of what was fed are stored beside the context.
+"""Conversations that outlive their worker: after each turn, the entries of what it fed are stored beside the context.
 
-A session's delta is a snapshot of its tail alone, in 16 bits, under the session's id; the session's state names the
-tokens it is of. If the two do not fit, or the delta is gone or damaged, the tokens are fed again, and that is counted.
+A delta is a snapshot of what one turn added, in 8 bits, under the session's id and the turn; the session's state names
+the deltas and the tokens they are of. If they do not fit, or one is gone or damaged, all tokens are fed again, and that
+is counted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import redis
 import structlog
@@ -31,7 +33,7 @@ from workers import metrics
 from workers.models import Served
 from workers.snapshots import SnapshotStore
 
-_CODEC = "raw16"
+_CODEC = "int8"
 # A turn is stored only on top of the turn that it was made on.
 _ADVANCE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -103,47 +105,65 @@ class Sessions:
             SessionBusy: if another turn was stored meanwhile; nothing of this one is then.
             StoreFull: if there is no room for it.
         """
-        before = turn.state
-        tokens = (before.fed if turn.n_resumed else b"") + np.array(fed, "<i4").tobytes()
+        before, start = turn.state, turn.n_resumed
+        deltas = [*(before.deltas if start else []), (before.turns, session.tail.n_tokens - start)]
+        tokens = (before.fed if start else b"") + np.array(fed, "<i4").tobytes()
         state = SessionState(
-            before.context_id, before.tenant, job.session_roles, before.turns + 1, before.ttl_s, tokens, pending
+            before.context_id, before.tenant, job.session_roles, before.turns + 1, before.ttl_s, tokens, pending, deltas
         )
         if session.tail.n_tokens != state.n_fed:
             raise ValueError("the tail does not hold what was fed")
-        delta = self._delta(state, session)
-        self._store.put(job.session, pack(delta, CODECS[_CODEC], self._served.rotary, self._key), before.expires_at())
-        args: list[Any] = [turn.stored, self._vault.seal(encode(state), job.session, "state"), before.ttl_s]
+        expire_at = before.expires_at()
+        if state.n_fed > start:
+            packed = pack(self._delta(state, session, start), CODECS[_CODEC], self._served.rotary, self._key)
+            self._store.put(keys.delta(job.session, before.turns), packed, expire_at)
+        else:
+            state = msgspec.structs.replace(state, deltas=deltas[:-1])
+        for earlier, _ in state.deltas[:-1]:
+            self._store.extend(keys.delta(job.session, earlier), expire_at)
+        sealed = self._vault.seal(encode(state), job.session, "state")
+        args: list[Any] = [turn.stored, sealed, before.ttl_s]
         if not self._advance(keys=[keys.session(job.session)], args=args):
             raise SessionBusy("another turn of this session was answered meanwhile: ask again")
 
-    def _delta(self, state: SessionState, session: Session) -> Snapshot:
-        tail, g = session.tail, session.snapshot.geometry
-        n, n_heads, header = tail.n_tokens, g.n_layers * g.n_kv_heads, session.snapshot.header
-        total = header.next_position + n
-        keys_, values = (part[:, :, :n].reshape(n_heads * n, g.head_dim) for part in (tail.keys, tail.values))
-        positions = tail.positions[:, :, :n].reshape(-1)
-        marked = SnapshotHeader(_mark(header.fingerprint, state.fed), total, total, 0, {"session": 1})
+    def _delta(self, state: SessionState, session: Session, start: int) -> Snapshot:
+        """The entries of the tail from `start` on."""
+        tail, g, stop = session.tail, session.snapshot.geometry, session.tail.n_tokens
+        n, n_heads, header = stop - start, g.n_layers * g.n_kv_heads, session.snapshot.header
+        keys_, values = (part[:, :, start:stop].reshape(n_heads * n, g.head_dim) for part in (tail.keys, tail.values))
+        positions = tail.positions[:, :, start:stop].reshape(-1)
+        total = header.next_position + stop
+        marked = SnapshotHeader(_mark(header.fingerprint, state.fed, start), total, total, 0, {"session": 1})
         return Snapshot(g, marked, keys_, values, positions, torch.arange(n_heads + 1) * n)
 
     def _load(self, session_id: str, state: SessionState, context: Snapshot) -> Tail:
-        model, g, n = self._served.model, context.geometry, state.n_fed
-        manifest = open_manifest(self._store.manifest(session_id), self._key)
-        check_manifest(manifest, g, _mark(context.header.fingerprint, state.fed))
-        if any(count != n for layer in manifest.counts for count in layer):
-            raise ValueError("the delta does not hold what was fed")
-        blobs = self._store.blobs(session_id, manifest.blob_bytes)
-        found = unpack(manifest, blobs, model, self._served.rotary)
-        tail = Tail.empty(g, context.keys)
-        tail.make_room(n)
-        shape = (g.n_layers, g.n_kv_heads, n)
-        tail.keys[:, :, :n] = found.keys.view(*shape, g.head_dim)
-        tail.values[:, :, :n] = found.values.view(*shape, g.head_dim)
-        tail.positions[:, :, :n] = found.positions.view(shape)
-        tail.counts[:] = n
-        tail.n_tokens = n
+        """All deltas, one behind the other."""
+        if sum(n for _, n in state.deltas) != state.n_fed:
+            raise ValueError("the deltas do not hold what was fed")
+        g, tail, start = context.geometry, Tail.empty(context.geometry, context.keys), 0
+        tail.make_room(state.n_fed)
+        for turn, n in state.deltas:
+            stop = start + n
+            marked = _mark(context.header.fingerprint, state.fed[: 4 * stop], start)
+            found = self._read(keys.delta(session_id, turn), marked, n)
+            shape = (g.n_layers, g.n_kv_heads, n)
+            tail.keys[:, :, start:stop] = found.keys.view(*shape, g.head_dim)
+            tail.values[:, :, start:stop] = found.values.view(*shape, g.head_dim)
+            tail.positions[:, :, start:stop] = found.positions.view(shape)
+            start = stop
+        tail.counts[:] = start
+        tail.n_tokens = start
         return tail
 
+    def _read(self, delta_id: str, fingerprint: str, n: int) -> Snapshot:
+        model = self._served.model
+        manifest = open_manifest(self._store.manifest(delta_id), self._key)
+        check_manifest(manifest, model.geometry, fingerprint)
+        if any(count != n for layer in manifest.counts for count in layer):
+            raise ValueError("the delta does not hold what was fed")
+        return unpack(manifest, self._store.blobs(delta_id, manifest.blob_bytes), model, self._served.rotary)
 
-def _mark(context_fingerprint: str, fed: bytes) -> str:
+
+def _mark(context_fingerprint: str, fed: bytes, start: int) -> str:
     """Fingerprint of a delta: what it is of, on top of what."""
-    return digest(context=context_fingerprint.encode(), fed=fed)
+    return digest(context=context_fingerprint.encode(), fed=fed, start=start)

@@ -132,6 +132,12 @@ class SnapshotStore:
             raise SnapshotMissing("the snapshot expired or was evicted while it was being read")
         return bytes(blob)
 
+    def extend(self, context_id: str, expire_at: float) -> None:
+        """Let a snapshot live until then."""
+        n_parts: Any = self._redis.hget(keys.snapshot(context_id), "parts")
+        for part in range(int(n_parts or 1)):
+            self._redis.pexpireat(keys.snapshot(context_id, part), int(expire_at * 1000))
+
     def remove(self, context_id: str) -> None:
         """Take a snapshot away."""
         n_parts: Any = self._redis.hget(keys.snapshot(context_id), "parts")

@@ -65,8 +65,13 @@ def tokens(context_id: str) -> str:
 
 
 def session(session_id: str) -> str:
-    """String of a SessionState; until its time to live after the last turn is over. Its delta is a snapshot."""
+    """String of a SessionState; until its time to live after the last turn is over. Its deltas are snapshots."""
     return f"{{precis}}:session:{session_id}"
+
+
+def delta(session_id: str, turn: int) -> str:
+    """Id of the snapshot that holds what a turn of a session added."""
+    return f"{session_id}.{turn}"
 
 
 def sessions(context_id: str) -> str:

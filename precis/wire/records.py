@@ -139,8 +139,9 @@ class SessionState(msgspec.Struct, frozen=True):
         roles: of the messages after the context, in order.
         turns: that were answered.
         ttl_s: seconds that it lives after its last turn.
-        fed: tokens after the context whose entries its delta holds, little-endian int32.
+        fed: tokens after the context whose entries its deltas hold, little-endian int32.
         pending: the last token of the last answer, where it was not fed, or -1.
+        deltas: for each stored delta, the turn that it was stored in, and the tokens that it holds.
     """
 
     context_id: str
@@ -150,10 +151,11 @@ class SessionState(msgspec.Struct, frozen=True):
     ttl_s: int
     fed: bytes = b""
     pending: int = -1
+    deltas: list[tuple[int, int]] = []
 
     @property
     def n_fed(self) -> int:
-        """Tokens that its delta holds."""
+        """Tokens that its deltas hold."""
         return len(self.fed) // 4
 
     def expires_at(self) -> float:

@@ -97,14 +97,14 @@ def test_the_same_conversation_goes_on_on_another_worker_and_after_losing_its_de
     own.start_worker("worker")
     assert talk(own, context, moved, QUESTIONS[1:]) == expected[1:]
     client = own.server.client()
-    client.delete(keys.snapshot(lost))
+    client.delete(keys.snapshot(keys.delta(lost, 0)))
     again = say(own, context, lost, QUESTIONS[1])
     assert again.json()["text"] == expected[1]
     assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == context["usage"]["total_tokens"]
     assert talk(own, context, lost, QUESTIONS[2:]) == expected[2:]
-    piece = bytearray(client.hget(keys.snapshot(damaged), "1.0"))
+    piece = bytearray(client.hget(keys.snapshot(keys.delta(damaged, 0)), "1.0"))
     piece[len(piece) // 2] ^= 1
-    client.hset(keys.snapshot(damaged), "1.0", bytes(piece))
+    client.hset(keys.snapshot(keys.delta(damaged, 0)), "1.0", bytes(piece))
     assert talk(own, context, damaged, QUESTIONS[1:]) == expected[1:]
     (port,) = re.findall(r"metrics=(\d+)", own.log("worker"))[-1:]
     counted = httpx.get(f"http://127.0.0.1:{port}/metrics").text
@@ -120,7 +120,7 @@ def test_a_delta_of_another_session_is_not_used(own: Stack, context: dict[str, A
     talk(own, context, one, QUESTIONS[:1])
     talk(own, context, other, QUESTIONS[2:])
     expected = talk(own, context, one, QUESTIONS[1:2])
-    own.server.client().copy(keys.snapshot(other), keys.snapshot(one), replace=True)
+    own.server.client().copy(keys.snapshot(keys.delta(other, 0)), keys.snapshot(keys.delta(one, 0)), replace=True)
     after = say(own, context, one, QUESTIONS[2]).json()
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == context["usage"]["total_tokens"]
     fresh = begin(own, context)
@@ -166,9 +166,17 @@ def test_two_turns_at_once_are_one_turn(own: Stack, context: dict[str, Any]) -> 
 def test_sessions_expire_and_go_with_their_context(own: Stack) -> None:
     made = own.http().post("/v1/contexts?wait=60", json={"text": DOCUMENT + "going", "compression": EASY}).json()
     short, long = begin(own, made, ttl_s=1), begin(own, made)
-    talk(own, made, long, QUESTIONS[:1])
-    client = own.server.client()
-    assert 86000_000 < client.pttl(keys.snapshot(long)) <= 86400_000
+    client, sizes = own.server.client(), []
+    for turn, question in enumerate(QUESTIONS):
+        talk(own, made, long, [question])
+        sizes.append(client.memory_usage(keys.snapshot(keys.delta(long, turn)), samples=0))
+        if turn == 0:
+            client.pexpire(keys.snapshot(keys.delta(long, 0)), 50_000)  # the next turn lets it live on
+    assert max(sizes) < 2 * min(sizes)  # each turn stores what it added
+    for turn in range(len(QUESTIONS)):
+        assert 86000_000 < client.pttl(keys.snapshot(keys.delta(long, turn))) <= 86400_000
+    assert state_of(own, long).deltas[0][0] == 0
+    assert sum(n for _, n in state_of(own, long).deltas) == told(own, long)["tokens"]
     time.sleep(1.2)
     gone = say(own, made, short, QUESTIONS[0])
     assert (gone.status_code, gone.json()["code"]) == (404, "session_not_found")

@@ -210,6 +210,7 @@ def evaluate_document(
     keep_ratios: Annotated[str, typer.Option(help="shares of entries kept, separated by commas")] = "0.25,0.125",
     codec: Annotated[str | None, typer.Option(help=", ".join(CODEC_NAMES))] = None,
     ratios: Annotated[str, typer.Option(help="of the codec tc with everything kept, separated by commas")] = "",
+    as_json: AsJson = False,
     url: Url = URL,
 ) -> None:
     """Ask your own questions of the full cache and of compressed ones, and compare."""
@@ -224,6 +225,12 @@ def evaluate_document(
     with err.status(f"asking {len(asked)} questions of {len(ways) + 1} snapshots"):
         for found in evaluate(Client(url), _read(file), asked, ways):
             storage = found.context["storage"]
+            if as_json:
+                fidelity, measured = (
+                    found.context["fidelity"],
+                    {"right": found.right, "f1": found.f1, "as_full": found.same},
+                )
+                typer.echo(json.dumps({"way": found.name, "storage": storage, "fidelity": fidelity, **measured}))
             table.add_row(
                 found.name,
                 f"{storage['stored_bytes'] / 1e6:.2f}",
@@ -233,7 +240,8 @@ def evaluate_document(
                 f"{found.same:.2f}",
                 f"{found.context['fidelity']['kl']:.3f}",
             )
-    out.print(table)
+    if not as_json:
+        out.print(table)
 
 
 def _number(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from typing import Annotated, Any
 
@@ -78,21 +79,29 @@ def show(
 def tighten(
     context: Annotated[str, typer.Argument(help="id of a context")],
     keep_ratio: Annotated[float, typer.Argument(help="share of entries to keep, less than now")],
+    as_json: AsJson = False,
     url: Url = URL,
 ) -> None:
     """Keep less of a context, without reading its document again."""
     client = Client(url)
     found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
-    out.print(summary(ready(client, found)))
+    told_of = ready(client, found)
+    if as_json:
+        out.print_json(data=told_of)
+    else:
+        out.print(summary(told_of))
 
 
 @told
-def rm(contexts: Annotated[list[str], typer.Argument(help="ids of contexts")], url: Url = URL) -> None:
+def rm(
+    contexts: Annotated[list[str], typer.Argument(help="ids of contexts")], as_json: AsJson = False, url: Url = URL
+) -> None:
     """Delete contexts."""
     client = Client(url)
     for context in contexts:
-        freed = client.call("DELETE", f"/v1/contexts/{context}")["freed_bytes"]
-        typer.echo(f"{context} deleted, {freed / 1e6:.2f} MB freed")
+        gone = client.call("DELETE", f"/v1/contexts/{context}")
+        text = f"{context} deleted, {gone['freed_bytes'] / 1e6:.2f} MB freed"
+        typer.echo(json.dumps(gone) if as_json else text)
 
 
 @told

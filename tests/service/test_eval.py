@@ -36,6 +36,9 @@ def test_your_own_questions_are_asked_of_the_full_cache_and_of_compressed_ones(s
     assert 0.45 < float(half[2]) < 0.55
     assert float(half[1]) < float(full[1]) / 2
     assert stack.http().get("/v1/contexts?limit=200").json()["data"] == before
+    told = CliRunner().invoke(app, ["eval", str(document), str(questions), "--keep-ratios", "", "--json", *url])
+    row = json.loads(told.stdout.splitlines()[-1])
+    assert (row["way"], row["as_full"], row["storage"]["kept_ratio"]) == ("full raw16", 1.0, 1.0)
     coded = CliRunner().invoke(app, ["eval", str(document), str(questions), "--keep-ratios", "", "--ratios", "8", *url])
     assert coded.exit_code == 1
     assert "precis calibrate" in " ".join(

@@ -11,6 +11,7 @@ from precis.wire import keys
 from precis.wire.codec import encode
 from precis.wire.messages import AnswerJob, PrefetchJob, ScoreJob
 from precis.wire.records import WorkerRecord
+from service import metrics
 
 _FLAG_S = 600
 _ENQUEUE = """
@@ -40,6 +41,7 @@ class Jobs:
         if holders:
             best = min(holders, key=lambda worker: worker.load)
             if await self._add(keys.worker_jobs(best.id), 2 * best.slots, job):
+                metrics.AFFINITY.labels("holder").inc()
                 return
         if not await self._add(keys.answer_jobs(model), self._limit, job):
             waiting = await self._redis.xlen(keys.answer_jobs(model))
@@ -47,6 +49,8 @@ class Jobs:
                 f"{waiting} answers are waiting or running, which is the limit: try again",
                 retry_after_s=retry_after_s(waiting, sum(w.slots for w in workers)),
             )
+        held = any(job.context_id in worker.hot for worker in workers)
+        metrics.AFFINITY.labels("spill" if held else "any").inc()
 
     async def prefetch(self, context_id: str, model: str, workers: list[WorkerRecord]) -> bool:
         """Let a worker load a snapshot ahead of its first question; False if one holds it already.

@@ -17,4 +17,25 @@ EXPIRED = Counter("precis_contexts_expired_total", "Contexts that reached their 
 QUEUE_DEPTH = Gauge("precis_queue_depth", "Jobs waiting or running; take the max over API processes.", ["queue"])
 WORKERS = Gauge("precis_workers", "Live workers; take the max over API processes.")
 CONTEXT_BYTES = Gauge("precis_context_bytes", "Bytes of ready contexts: raw = full cache, stored.", ["kind"])
+QUEUE_OLDEST = Gauge(
+    "precis_queue_oldest_seconds", "Age of the oldest job that no worker has taken; take the max.", ["queue"]
+)
+CONTEXTS = Gauge("precis_contexts", "Contexts, by state: all, active (waiting or in work).", ["state"])
+TENANT_BYTES = Gauge("precis_tenant_bytes", "Bytes of a tenant's ready contexts: raw, stored.", ["tenant", "kind"])
+TENANT_QUOTA = Gauge("precis_tenant_quota_bytes", "Bytes that a tenant may store; 0: any number.", ["tenant"])
+STORE_MEMORY = Gauge(
+    "precis_store_memory_bytes",
+    "Memory of the servers, by instance (queue, store) and kind (used, max).",
+    ["instance", "kind"],
+)
+STORE_EVICTED = Gauge("precis_store_evicted_keys", "Keys that a server evicted since its start.", ["instance"])
+REJECTED = Counter(
+    "precis_rejected_requests_total",
+    "Requests refused for want of room, workers or quota: demand that was not met.",
+    ["reason"],
+)
+AFFINITY = Counter(
+    "precis_affinity_total", "Answers, by who got them: holder of the snapshot, spill (holders busy), any.", ["outcome"]
+)
+INFO = Gauge("precis_api_info", "1; the version of this API process.", ["version"])
 STREAMS = Gauge("precis_open_streams", "Event streams being followed.")

@@ -113,6 +113,8 @@ def body_of(error: errors.PrecisError, path: str) -> dict[str, Any]:
 def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
     """The response that tells of an error."""
     metrics.ERRORS.labels(error.code).inc()
+    if isinstance(error, (errors.CapacityError, errors.QuotaExceeded, errors.RateLimited)):
+        metrics.REJECTED.labels(error.code).inc()
     return JSONResponse(
         body_of(error, path),
         STATUS[type(error)],

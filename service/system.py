@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from precis import __version__
 from precis.errors import ModelNotFound
 from precis.wire import keys
-from service import metrics
+from service import gauges
 from service.state import State, StateDep
 
 router = APIRouter(tags=["system"])
@@ -112,12 +112,5 @@ async def readyz(request: Request) -> Response:
 async def prometheus(request: Request) -> Response:
     """Metrics of this process, with queue depths and totals read now."""
     state: State = request.app.state.precis
-    workers = await state.fleet.workers()
-    metrics.WORKERS.set(len(workers))
-    for model in {worker.model for worker in workers}:
-        for kind, stream in (("compress", keys.compress_jobs(model)), ("answer", keys.answer_jobs(model))):
-            metrics.QUEUE_DEPTH.labels(f"{kind}:{model}").set(await state.stores.queue.xlen(stream))
-    totals = await state.stores.queue.hgetall(keys.TOTALS)
-    for kind in ("raw", "stored"):
-        metrics.CONTEXT_BYTES.labels(kind).set(int(totals.get(f"{kind}_bytes".encode(), 0)))
+    await gauges.read(state)
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

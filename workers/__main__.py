@@ -13,7 +13,7 @@ import redis
 import structlog
 import torch
 import transformers
-from prometheus_client import start_http_server
+from prometheus_client import REGISTRY, start_http_server
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -23,9 +23,11 @@ from precis.wire import logs
 from precis.wire.presets import HEADS, TRANSFORM
 from precis.wire.records import WorkerRecord
 from precis.wire.vault import Vault
-from workers import artifacts, models
+from workers import artifacts, metrics, models
+from workers.aliases import Aliases
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
+from workers.energy import EnergyMeter
 from workers.jobs import Heart, Queue
 from workers.loop import Worker
 from workers.memory import Arena, keep_freed
@@ -84,6 +86,17 @@ def build(settings: Settings, served: models.Served) -> Worker:
     )
 
 
+def _tell_metrics(settings: Settings, described: WorkerRecord, dtype: str) -> None:
+    """What does not change, and what others call differently."""
+    told = (described.id, described.model, described.device, dtype, described.role, metrics.VERSION)
+    metrics.INFO.labels(*told).set(1)
+    if settings.vllm_metrics:
+        REGISTRY.register(Aliases(described.model))
+    device = torch.device(described.device)
+    if device.type == "cuda":
+        REGISTRY.register(EnergyMeter(device.index or 0))
+
+
 def main() -> int:
     """Run one worker until SIGTERM or SIGINT."""
     logs.configure()
@@ -115,6 +128,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    _tell_metrics(settings, worker.described, served.card.dtype)
     server, _ = start_http_server(settings.metrics_port, "127.0.0.1" if not settings.metrics_port else "0.0.0.0")
     if device.type == "cpu" and native.library() is None:
         log.warning("no_kernels", why="there was no C++ compiler when precis was installed: scoring is slower")

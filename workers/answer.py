@@ -26,7 +26,6 @@ from precis.wire.messages import (
     CacheEvent,
     DoneEvent,
     FailedEvent,
-    ScoreJob,
     Timings,
     TokenEvent,
     TokenLogprob,
@@ -61,6 +60,7 @@ class Answer:
     n_tokens: int = 0
     next_token: int = -1
     first_at: float = 0.0
+    last_at: float = 0.0
     turn: Turn | None = None
     given: list[int] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Batch:
         self._answers.append(answer)
         self._answers.sort(key=lambda each: id(each.session.snapshot))  # neighbours share one read of their snapshot
         metrics.TOKENS.labels("cached").inc(answer.cached_tokens)
-        metrics.BATCH.set(len(self._answers))
+        metrics.RUNNING.set(len(self._answers))
 
     def step(self, lost: Callable[[Entry], bool]) -> None:
         """One packed forward: a token for every running answer, and a chunk of one query; then send what came."""
@@ -163,6 +163,7 @@ class Batch:
             self._fail(moving, OutOfMemory("the device ran out of memory while answering"))
             return
         metrics.STEP_SECONDS.observe(time.monotonic() - began)
+        metrics.STEP_TOKENS.observe(sum(len(feed.token_ids) for feed in feeds))
         pipe = self._redis.pipeline(transaction=False)
         for answer, fed, rows in zip(moving, feeds, logits, strict=True):
             if not answer.prefilled:
@@ -182,11 +183,16 @@ class Batch:
         now = time.monotonic()
         if not answer.first_at:
             answer.first_at = now
-            metrics.FIRST_TOKEN_SECONDS.observe(time.time() - answer.job.sent_at)
+            metrics.FIRST_TOKEN_SECONDS.labels(str(answer.cached_tokens > 0).lower()).observe(
+                time.time() - answer.job.sent_at
+            )
         sampling = answer.job.sampling
         if sampled.token_id in self._served.card.eos_ids and not sampling.ignore_eos:
             self._finish(pipe, answer, "stop")
             return
+        if answer.n_tokens:
+            metrics.BETWEEN_TOKENS_SECONDS.observe(now - answer.last_at)
+        answer.last_at = now
         complete = answer.sampler.constraint is not None and answer.sampler.constraint.take(sampled.token_id)
         answer.n_tokens += 1
         answer.next_token = sampled.token_id
@@ -228,9 +234,12 @@ class Batch:
             held = shown if stopped else shown + answer.stop_text.finish()
         if held or answer.held_ids:
             self._send(pipe, answer, held)
+        prompt_tokens = answer.session.snapshot.header.n_tokens + answer.n_resumed + len(answer.query)
+        told = (prompt_tokens, answer.cached_tokens, answer.n_tokens, answer.timings())
+        metrics.count_answer(reason, *told, whole_s=time.time() - answer.job.sent_at)
         event = DoneEvent(
             finish_reason="stop" if reason == "stop" else "length",
-            prompt_tokens=answer.session.snapshot.header.n_tokens + answer.n_resumed + len(answer.query),
+            prompt_tokens=prompt_tokens,
             completion_tokens=answer.n_tokens,
             cached_tokens=answer.cached_tokens,
             cache=answer.cache,
@@ -252,7 +261,7 @@ class Batch:
         self._answers.remove(answer)
         self._done(answer.entry)
         metrics.JOBS.labels("answer", outcome).inc()
-        metrics.BATCH.set(len(self._answers))
+        metrics.RUNNING.set(len(self._answers))
 
     def _watch(self, pipe: redis.client.Pipeline, lost: Callable[[Entry], bool]) -> None:
         """Send everything, and drop answers that nobody waits for or that another worker has now."""
@@ -286,8 +295,3 @@ def choices_of(job: AnswerJob) -> tuple[View | None, Trim | None]:
     if job.view_budget and job.view_slides:
         return SageView(budget=job.view_budget, slides=True), trim
     return VIEWS[job.view](budget=job.view_budget) if job.view_budget else None, trim
-
-
-def already_answered(client: redis.Redis, job: AnswerJob | ScoreJob) -> bool:
-    """Whether an earlier worker had begun to send: such an answer is never replayed."""
-    return bool(client.xlen(keys.events(job.id)))

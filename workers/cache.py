@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -93,6 +94,7 @@ class SnapshotCache:
         try:
             snapshot = self._load(record, fingerprint)
         except SnapshotError as error:
+            metrics.LOAD_FAILURES.labels(error.code.removeprefix("snapshot_")).inc()
             structlog.get_logger("cache").warning(
                 "snapshot_unusable", context=record.id, code=error.code, why=error.detail
             )
@@ -156,14 +158,40 @@ class SnapshotCache:
 
     def _tell(self) -> None:
         metrics.HOT_BYTES.labels("device").set(_bytes(self._hot))
+        metrics.KV_USAGE.set(_bytes(self._hot) / max(1, self.limit_bytes))
         metrics.HOT_BYTES.labels("host").set(_bytes(self._beside))
 
     def _load(self, record: ContextRecord, fingerprint: str) -> Snapshot:
         model = self.served.model
+        began = time.monotonic()
         manifest = open_manifest(self.store.manifest(record.id), self.seal_key)
         check_manifest(manifest, model.geometry, fingerprint, self.codecs)
-        blobs = self.store.blobs(record.id, manifest.blob_bytes)
-        return unpack(manifest, blobs, model, self.served.rotary, self.codecs, self.take)
+        fetching = Fetching(self.store.blobs(record.id, manifest.blob_bytes), time.monotonic() - began)
+        snapshot = unpack(manifest, fetching, model, self.served.rotary, self.codecs, self.take)
+        metrics.LOADED_BYTES.inc(sum(manifest.blob_bytes))
+        metrics.LOAD_SECONDS.labels("fetch").observe(fetching.seconds)
+        metrics.LOAD_SECONDS.labels("decode").observe(time.monotonic() - began - fetching.seconds)
+        return snapshot
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Blobs, and the seconds that they were waited for."""
+
+    blobs: Iterator[bytes]
+    seconds: float
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> bytes:
+        """The next one."""
+        began = time.monotonic()
+        try:
+            return next(self.blobs)
+        finally:
+            self.seconds += time.monotonic() - began
 
 
 def _bytes(held: OrderedDict[str, Snapshot]) -> int:

@@ -107,8 +107,8 @@ class Compressor:
             "store_ms": (stored_at - compressed_at) * 1000,
         }
         self.mark_ready(record, made, timings)
-        metrics.PREFILL_SECONDS.observe(timings["prefill_ms"] / 1000)
-        metrics.COMPRESS_SECONDS.observe(stored_at - started)
+        for name, value in timings.items():
+            metrics.STAGE_SECONDS.labels(name.removesuffix("_ms")).observe(value / 1000)
         return made.snapshot
 
     def make(self, record: ContextRecord, between: Between, *, same: bool = False) -> Made:
@@ -186,6 +186,11 @@ class Compressor:
             head_bytes=heads,
             layer_bytes=layer_bytes(heads, codec, packed.blobs),
         )
-        metrics.STORED_BYTES.labels("raw").inc(made.raw_bytes)
-        metrics.STORED_BYTES.labels("stored").inc(packed.n_bytes)
+        kinds = {"raw": made.raw_bytes, "stored": packed.n_bytes, "saved": max(0, made.raw_bytes - packed.n_bytes)}
+        for kind, n_bytes in kinds.items():
+            metrics.STORED_BYTES.labels(kind).inc(n_bytes)
+        metrics.RATIO.observe(made.raw_bytes / packed.n_bytes)
+        metrics.CONTEXT_TOKENS.observe(record.n_tokens)
+        if found is not None:
+            metrics.FIDELITY.observe(found.kl)
         emit(self.client, record.id, ReadyEvent())

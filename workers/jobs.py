@@ -21,6 +21,7 @@ from precis.wire import keys
 from precis.wire.codec import decode_job, encode
 from precis.wire.messages import Job, PrefetchJob
 from precis.wire.records import WorkerRecord
+from workers import metrics
 
 MAX_ATTEMPTS = 2  # a job that two workers died on is not tried again
 _DEAD_LIMIT = 1000
@@ -278,3 +279,4 @@ class Heart(threading.Thread):
             with self._lock:
                 self._lost |= {(stream, entry_id.decode()) for entry_id in gone} & self._held
         self.last_beat = time.monotonic()
+        metrics.BEAT.set_to_current_time()

@@ -31,10 +31,10 @@ from precis.wire.messages import (
 )
 from precis.wire.records import Problem, WorkerRecord
 from workers import metrics
-from workers.answer import Batch, already_answered
+from workers.answer import Batch
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
-from workers.events import emit
+from workers.events import already_answered, emit
 from workers.jobs import Entry, Heart, Queue
 from workers.models import Served
 from workers.records import Records

@@ -34,6 +34,7 @@ class Settings(BaseSettings):
         "", description="secrets that encrypt what is stored, by commas; the first seals, all open; as at the API"
     )
     metrics_port: int = Field(9108, ge=0, description="port of /metrics; 0: a free one, printed in the log")
+    vllm_metrics: bool = Field(False, description="the same numbers under vLLM's names as well")
     role: Literal["all", "compress", "answer"] = Field("all", description="which jobs this worker takes")
     chunk_bytes: int = Field(
         4 << 20, ge=1024, le=64 << 20, description="largest piece of a snapshot that is read or written at once"

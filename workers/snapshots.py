@@ -16,6 +16,7 @@ from precis.container import Packed
 from precis.errors import SnapshotMissing, StoreFull
 from precis.wire import keys
 from precis.wire.vault import Vault
+from workers import metrics
 
 _PART_BYTES = 512 << 20
 _STAGING_S = 600
@@ -45,7 +46,9 @@ class SnapshotStore:
             StoreFull: if the store has no room; nothing is published then.
         """
         for _ in range(_ATTEMPTS):
-            if self._publish(context_id, packed, expire_at):
+            with metrics.STORE_SECONDS.time():
+                published = self._publish(context_id, packed, expire_at)
+            if published:
                 return
         raise StoreFull(_FULL)
 

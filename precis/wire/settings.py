@@ -46,6 +46,7 @@ WORKER_NAMES = frozenset(
         "seal_key",
         "encryption_keys",
         "metrics_port",
+        "vllm_metrics",
         "role",
         "chunk_bytes",
     }

@@ -60,7 +60,7 @@ def bench(
         "document_tokens": context.n_tokens,
         "raw_bytes": context.raw_bytes,
         "stored_bytes": context.stored_bytes,
-        "upload_s": round(upload_s, 3),
+        "upload_s": round(upload_s, 3) if context.raw["metadata"] == mark else None,
         **found,
         **plain,
     }
@@ -69,7 +69,8 @@ def bench(
         return
     table = Table("", "", show_header=False)
     for name, value in row.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if value is not None else "the prompt is too long")
+        unknown = "it was there already" if name == "upload_s" else "the prompt is too long"
+        table.add_row(name.replace("_", " "), f"{value:,}" if value is not None else unknown)
     out.print(table)
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SOURCES := precis service workers tests benchmarks
+SOURCES := precis service workers tests benchmarks deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality bench-codec bench-latency bench-throughput lock clean

@@ -22,11 +22,11 @@ async def read(state: State) -> None:
     metrics.INFO.labels(__version__).set(1)
     await _queues(state)
     await _contexts(state)
-    for instance, client in (("queue", state.stores.queue), ("store", state.stores.snapshots)):
+    for server, client in (("queue", state.stores.queue), ("store", state.stores.snapshots)):
         memory, stats = await client.info("memory"), await client.info("stats")
         for kind, field in (("used", "used_memory"), ("max", "maxmemory")):
-            metrics.STORE_MEMORY.labels(instance, kind).set(int(memory.get(field, 0)))
-        metrics.STORE_EVICTED.labels(instance).set(int(stats.get("evicted_keys", 0)))
+            metrics.STORE_MEMORY.labels(server, kind).set(int(memory.get(field, 0)))
+        metrics.STORE_EVICTED.labels(server).set(int(stats.get("evicted_keys", 0)))
 
 
 async def _queues(state: State) -> None:

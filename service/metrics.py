@@ -25,10 +25,10 @@ TENANT_BYTES = Gauge("precis_tenant_bytes", "Bytes of a tenant's ready contexts:
 TENANT_QUOTA = Gauge("precis_tenant_quota_bytes", "Bytes that a tenant may store; 0: any number.", ["tenant"])
 STORE_MEMORY = Gauge(
     "precis_store_memory_bytes",
-    "Memory of the servers, by instance (queue, store) and kind (used, max).",
-    ["instance", "kind"],
+    "Memory of the servers, by server (queue, store) and kind (used, max).",
+    ["server", "kind"],
 )
-STORE_EVICTED = Gauge("precis_store_evicted_keys", "Keys that a server evicted since its start.", ["instance"])
+STORE_EVICTED = Gauge("precis_store_evicted_keys", "Keys that a server evicted since its start.", ["server"])
 REJECTED = Counter(
     "precis_rejected_requests_total",
     "Requests refused for want of room, workers or quota: demand that was not met.",
@@ -39,3 +39,13 @@ AFFINITY = Counter(
 )
 INFO = Gauge("precis_api_info", "1; the version of this API process.", ["version"])
 STREAMS = Gauge("precis_open_streams", "Event streams being followed.")
+
+# A series that begins with its first count has no rate for it: those that are known are there from the start.
+for _counter, _labels in (
+    (CONTEXTS_CREATED, ("new", "existing")),
+    (AUTO_CACHED, ("stored", "there")),
+    (AFFINITY, ("holder", "spill", "any")),
+    (REJECTED, ("queue_full", "no_worker", "store_full", "quota_exceeded", "rate_limited", "shutting_down")),
+):
+    for _label in _labels:
+        _counter.labels(_label)

@@ -109,6 +109,22 @@ INFO = Gauge(
 )
 VERSION = __version__
 
+# A series that begins with its first count has no rate for it: those that are known are there from the start.
+for _counter, _labels in (
+    (FIRST_TOKEN_SECONDS, ("true", "false")),
+    (FINISHED, ("stop", "length")),
+    (LOADS, ("memory", "host", "store")),
+    (LOAD_SECONDS, ("fetch", "decode")),
+    (LOAD_FAILURES, ("missing", "corrupt", "stale")),
+    (RECOMPUTED, ("missing", "corrupt", "stale", "session")),
+    (REUSED, ("adopted", "tightened", "grown")),
+    (STORED_BYTES, ("raw", "stored", "saved")),
+    (STAGE_SECONDS, ("queue", "prefill", "compress", "store")),
+    (TOKENS, ("prefilled", "cached", "decoded")),
+):
+    for _label in _labels:
+        _counter.labels(_label)
+
 
 def count_answer(
     reason: str, prompt_tokens: int, cached_tokens: int, n_tokens: int, timings: Timings, whole_s: float

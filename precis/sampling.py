@@ -69,7 +69,10 @@ class Sampler:
         return Sampled(token_id, float(logprobs[token_id]), top)
 
     def _draw(self, logits: Tensor) -> int:
-        chances, order = torch.softmax(logits / self.temperature, -1).sort(descending=True, stable=True)
+        best = logits.max()  # taken off first, in float64: no temperature, however small, makes what is not a number
+        chances = torch.softmax((logits - best).double() / self.temperature, -1)
+        chances, order = chances.sort(descending=True, stable=True)
         before = chances.cumsum(-1) - chances
-        chances = chances.masked_fill(before >= self.top_p, 0.0)  # the first token always stays
+        before[0] = -1.0  # the first token always stays
+        chances = chances.masked_fill(before >= self.top_p, 0.0)
         return int(order[torch.multinomial(chances, 1, generator=self._generator)])

@@ -47,6 +47,7 @@ from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs
 from service.records import Records
+from service.schemas import ContextIn
 from service.settings import Settings, check_exposure, load, quota_of
 from service.state import State
 from service.store import connect
@@ -108,8 +109,17 @@ def create_app(settings: Settings) -> FastAPI:
     ):
         app.include_router(module.router, dependencies=[Depends(needs("ask"))])
     app.include_router(admin.router)
+    app.openapi = lambda: _with_upload(FastAPI.openapi(app))  # type: ignore[method-assign]
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     return app
+
+
+def _with_upload(schema: dict[str, Any]) -> dict[str, Any]:
+    """The upload's body is read by hand, since it may be a file: its schema is added by hand as well."""
+    found = ContextIn.model_json_schema(ref_template="#/components/schemas/{model}")
+    known = schema["components"]["schemas"]
+    known |= {name: part for name, part in found.pop("$defs").items() if name not in known} | {"ContextIn": found}
+    return schema
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from precis import errors
 from service.app import create_app
 from service.problems import STATUS
-from service.schemas import ContextIn
 from service.settings import Settings
 
 _HEAD = """# API reference
@@ -49,8 +48,7 @@ def reference() -> str:
         ]
         if found:
             parts += [f"## {title}\n", *found]
-    objects = schema["components"]["schemas"] | ContextIn.model_json_schema()["$defs"]
-    return "\n".join([*parts, _objects("\n".join(parts), objects), _errors()])
+    return "\n".join([*parts, _objects("\n".join(parts), schema["components"]["schemas"]), _errors()])
 
 
 def _objects(text: str, known: dict[str, Any]) -> str:
@@ -59,7 +57,7 @@ def _objects(text: str, known: dict[str, Any]) -> str:
     parts, at = ["## Objects\n"], 0
     while at < len(wanted):
         name, at = wanted[at], at + 1
-        rows = list(_fields(known[name], {"$defs": known}))
+        rows = list(_fields(known[name], {"components": {"schemas": known}}))
         told = " ".join(known[name].get("description", "").split())
         parts.append(f"### {name}\n\n{told}\n\n| field | type | |\n|---|---|---|\n" + "\n".join(rows) + "\n")
         wanted += [other for other in known if other not in wanted and re.search(rf"\b{other}\b", "\n".join(rows))]
@@ -77,7 +75,7 @@ def _route(method: str, path: str, told: dict[str, Any], schema: dict[str, Any])
     content = told.get("requestBody", {}).get("content", {})
     for kind, body in content.items():
         if kind == "application/json":
-            rows += list(_fields(body["schema"], {**schema, **body["schema"]}))
+            rows += list(_fields(body["schema"], schema))
         elif kind == "multipart/form-data":
             rows += [_row(name, part, False, "") for name, part in body["schema"]["properties"].items()]
     if rows:

@@ -24,7 +24,7 @@ _BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": ContextIn.model_json_schema()},
+            "application/json": {"schema": {"$ref": "#/components/schemas/ContextIn"}},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",

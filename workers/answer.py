@@ -108,8 +108,7 @@ class Batch:
     def __init__(
         self, served: Served, client: redis.Redis, sessions: Sessions, slots: int, done: Callable[[Entry], None]
     ) -> None:
-        self._served, self._redis, self._sessions, self._done = served, client, sessions, done
-        self._slots = slots
+        self._served, self._redis, self._sessions, self._slots, self._done = served, client, sessions, slots, done
         self._answers: list[Answer] = []
         self._log = structlog.get_logger("batch")
 
@@ -150,7 +149,7 @@ class Batch:
         metrics.RUNNING.set(len(self._answers))
 
     def step(self, lost: Callable[[Entry], bool]) -> None:
-        """One packed forward: a token for every running answer, and a chunk of one query; then send what came."""
+        """One packed forward: a token for every running answer, a chunk of one query; then send what came."""
         prefilling = next((a for a in self._answers if not a.prefilled), None)
         moving = [a for a in self._answers if a.prefilled or a is prefilling]
         if not moving:
@@ -159,8 +158,11 @@ class Batch:
         feeds = [answer.feed() for answer in moving]
         try:
             logits = step(self._served.model, feeds)
-        except torch.OutOfMemoryError:
-            self._fail(moving, OutOfMemory("the device ran out of memory while answering"))
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:  # must not take the worker down with it
+            self._log.exception("step_failed")
+            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            kind = OutOfMemory if full else InternalError
+            self._fail(moving, kind(f"the worker failed while answering: {type(error).__name__}"))
             return
         metrics.STEP_SECONDS.observe(time.monotonic() - began)
         metrics.STEP_TOKENS.observe(sum(len(feed.token_ids) for feed in feeds))
@@ -170,16 +172,17 @@ class Batch:
                 answer.n_fed += len(fed.token_ids)
                 metrics.TOKENS.labels("prefilled").inc(len(fed.token_ids))
             if answer.prefilled:
-                self._advance(pipe, answer, rows[-1])
+                try:
+                    self._advance(pipe, answer, rows[-1])
+                except Exception as error:  # nor one answer the others
+                    self._log.exception("answer_failed", answer=answer.job.id)
+                    if answer in self._answers:
+                        self._end(pipe, answer, FailedEvent(InternalError.code, f"the worker failed: {error}"))
         self._watch(pipe, lost)
 
     def _advance(self, pipe: redis.client.Pipeline, answer: Answer, logits: torch.Tensor) -> None:
         """Sample the next token, send what text it completes, and end the answer if it is at its end."""
-        try:
-            sampled = answer.sampler.sample(logits)
-        except ValueError as error:
-            self._end(pipe, answer, FailedEvent(InternalError.code, str(error)))
-            return
+        sampled = answer.sampler.sample(logits)
         now = time.monotonic()
         if not answer.first_at:
             answer.first_at = now

@@ -174,3 +174,12 @@ def test_every_error_has_its_own_code_and_comes_back_from_it() -> None:
     for leaf in leaves:
         assert type(errors.from_code(leaf.code, "x")) is leaf
     assert type(errors.from_code("unheard_of", "x")) is errors.InternalError
+
+
+@given(st.floats(5e-324, 2.0), st.floats(5e-324, 1.0), st.integers(0, 2**32))
+def test_no_temperature_and_no_top_p_is_too_small_to_draw(temperature: float, top_p: float, seed: int) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 20
+    sampled = Sampler(temperature=temperature, top_p=top_p, seed=seed).sample(logits)
+    assert 0 <= sampled.token_id < 50
+    if temperature < 1e-6 or top_p < 1e-12:
+        assert sampled.token_id == int(logits.argmax())

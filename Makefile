@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := precis service workers tests benchmarks deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-gpu bench bench-quality bench-codec bench-latency bench-throughput lock clean
+.PHONY: help up test setup setup-test fmt lint types imports deploy-lint check test-redis test-chaos test-gpu bench bench-quality bench-codec bench-latency bench-throughput lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -56,6 +56,9 @@ check: setup-test lint types imports deploy-lint test  ## all of it, as CI does
 
 test-redis: setup-test  ## the suite against the redis-server on the PATH
 	PRECIS_TEST_SERVER=redis-server $(BIN)/python -m pytest $(ARGS)
+
+test-chaos: setup-test  ## kill and stop processes under load for a minute: ARGS="--seconds 600 --seed 3"
+	$(BIN)/python -m pytest -m chaos -s tests/chaos $(ARGS)
 
 test-gpu: setup-test  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)

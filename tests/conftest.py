@@ -20,6 +20,12 @@ from tests.tiny import save_tiny
 EVALSET = Path(__file__).parents[2] / "shared" / "evalset" / "dev"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long a storm lasts, and which."""
+    parser.addoption("--seconds", default="60", help="of the chaos suite's storm")
+    parser.addoption("--seed", default="1", help="of what is killed when")
+
+
 def pytest_configure() -> None:
     """Two threads at most, so that tests on a shared machine do not fight."""
     torch.set_num_threads(2)
@@ -27,11 +33,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow and GPU tests run only when asked for."""
+    """Slow, GPU and chaos tests run only when asked for."""
     asked = config.getoption("-m")
     for item in items:
-        for marker in ("slow", "gpu"):
-            if marker in item.keywords and marker not in str(asked):
+        for marker in ("slow", "gpu", "chaos"):
+            if item.get_closest_marker(marker) and marker not in str(asked):
                 item.add_marker(pytest.mark.skip(reason=f"run with -m {marker}"))
 
 

@@ -147,9 +147,9 @@ class Stack:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECIS_")}
         return {**clean, "PRECIS_QUEUE_URL": self.server.url, **self.environment, **extra}
 
-    def start_api(self, name: str = "api", **extra: str) -> None:
-        """Start an API process on a free port."""
-        listening = socket.create_server(("127.0.0.1", 0))
+    def start_api(self, name: str = "api", port: int = 0, **extra: str) -> None:
+        """Start an API process, on a free port if none is given."""
+        listening = socket.create_server(("127.0.0.1", port))
         listening.set_inheritable(True)
         self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         command = [sys.executable, "-m", "service.app", "--fd", str(listening.fileno())]
@@ -198,7 +198,7 @@ class Stack:
         """A client of the API."""
         key = self.environment.get("PRECIS_ADMIN_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.base_url, timeout=120, **{"headers": headers, **options})
+        return httpx.Client(base_url=self.base_url, **{"headers": headers, "timeout": 120, **options})
 
     def close(self) -> None:
         """End every process."""

@@ -8,6 +8,9 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import redis
 import structlog
@@ -36,6 +39,9 @@ from workers.sessions import Sessions
 from workers.settings import Settings, load
 from workers.snapshots import SnapshotStore
 from workers.warm import warm
+
+_T = TypeVar("_T")
+_AGAIN_S = 0.5
 
 
 def connect(url: str) -> redis.Redis:
@@ -86,6 +92,16 @@ def build(settings: Settings, served: models.Served) -> Worker:
     )
 
 
+def patiently(work: Callable[[], _T]) -> _T:
+    """What needs the store, as soon as it is there: a worker may be started before it, or while it restarts."""
+    while True:
+        try:
+            return work()
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            structlog.get_logger("worker").warning("store_unreachable", error=str(error))
+            time.sleep(_AGAIN_S)
+
+
 def _tell_metrics(settings: Settings, described: WorkerRecord, dtype: str) -> None:
     """What does not change, and what others call differently."""
     told = (described.id, described.model, described.device, dtype, described.role, metrics.VERSION)
@@ -118,9 +134,9 @@ def main() -> int:
         return 2
     client, data_dir = connect(settings.queue_url), settings.data_dir.expanduser()
     for kind in (HEADS, TRANSFORM):
-        found = artifacts.find(client, data_dir, served.weights, served.model.geometry, kind)
-        served = served.with_artifact(found)
-    worker = build(settings, served)
+        find = partial(artifacts.find, client, data_dir, served.weights, served.model.geometry, kind)
+        served = served.with_artifact(patiently(find))
+    worker = patiently(partial(build, settings, served))
     warm(served, worker.cache)
 
     def stop(_signal: int, _frame: object) -> None:

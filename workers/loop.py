@@ -74,10 +74,12 @@ class Worker:
     def run(self) -> None:
         """Work until `stopping` is set; then finish the answers in flight and give the rest back."""
         log = structlog.get_logger("worker")
-        self.announce()
-        broken = False
+        broken = announced = False
         while not self.stopping:
             try:
+                if not announced:
+                    self.announce()
+                    announced = True
                 if broken:  # events may be missing from the streams: an answer with a gap is no answer
                     self.batch.fail_all(JobLost("the connection to the store broke while answering: ask again"))
                     broken = False

@@ -115,6 +115,20 @@ def test_contexts_survive_a_restart_of_the_store_and_service_goes_on(own_stack: 
     assert upload(own_stack, SHORT + "again")["status"] == "ready"
 
 
+def test_a_worker_that_is_started_before_its_store_waits_for_it(own_server: Server, tiny_folder: Path) -> None:
+    stack = Stack(own_server, tiny_folder, {})
+    try:
+        stack.start_api()
+        own_server.stop(signal.SIGKILL)
+        stack.start_worker(wait=False)
+        wait_for(lambda: "store_unreachable" in stack.log("worker"), 60)
+        own_server.start()
+        wait_for(lambda: stack.http().get("/readyz").status_code == 200, 30)
+        assert upload(stack, SHORT)["status"] == "ready"
+    finally:
+        stack.close()
+
+
 def test_a_store_that_lost_everything_is_used_again(own_stack: Stack) -> None:
     context = upload(own_stack, SHORT)
     own_stack.server.client().flushall()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
 import time
@@ -53,6 +54,7 @@ from service.state import State
 from service.store import connect
 
 _QUIET = ("/healthz", "/readyz", "/metrics")  # asked all the time by machines
+_PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 _GRACE_S = 5  # after the streams were told of the shutdown
 
 
@@ -139,12 +141,14 @@ class Watch:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
-        status = 499
+        status, request_id = 499, _request_id(dict(scope["headers"]).get(b"x-request-id", b""))
+        structlog.contextvars.bind_contextvars(request=request_id)
 
         async def noting(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
                 metrics.REQUEST_SECONDS.labels(_route(scope)).observe(time.monotonic() - began)
             await send(message)
 
@@ -168,6 +172,11 @@ class Watch:
                 status=status,
                 ms=round((time.monotonic() - began) * 1000, 1),
             )
+
+
+def _request_id(given: bytes) -> str:
+    """The client's own, if it is one that may stand in a log; else a new one."""
+    return given.decode() if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex[:16]
 
 
 def _bounded(receive: Any, limit: int) -> Any:
@@ -222,8 +231,8 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: `--fd N` takes over a listening socket from the parent process; without it one is made.
     """
-    logs.configure()
     settings = load()
+    logs.configure(settings.log_format)
     check_exposure(settings.host, settings.admin_key, open_to_all=settings.open)
     if not settings.admin_key:
         structlog.get_logger("api").warning(

@@ -6,6 +6,9 @@ import uuid
 from math import ceil
 from typing import Any
 
+import msgspec
+import structlog
+
 from precis.errors import QueueFull
 from precis.wire import keys
 from precis.wire.codec import encode
@@ -37,6 +40,7 @@ class Jobs:
         Raises:
             QueueFull: if too many wait; says when to come again.
         """
+        job = msgspec.structs.replace(job, request=structlog.contextvars.get_contextvars().get("request", ""))
         holders = [w for w in workers if job.context_id in w.hot and w.load < w.slots and w.role != "compress"]
         if holders:
             best = min(holders, key=lambda worker: worker.load)

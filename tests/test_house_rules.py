@@ -69,6 +69,40 @@ def test_no_vague_names_no_unpickling_no_environment_in_the_library(path: Path) 
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_evaluated_or_imported_by_name(path: Path) -> None:
+    called = {ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)}
+    bad = {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "importlib.import_module",
+        "import_module",
+        "torch.load",
+        "os.system",
+    }
+    assert not called & bad
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("subprocess."):
+            assert all(word.arg != "shell" for word in node.keywords)
+
+
+def test_the_api_has_no_code_that_could_fetch_a_url() -> None:
+    clients = {"client.py", "calls.py", "replies.py", "up.py", "bench.py"}  # the command line's side
+    for path in (ROOT / "service").glob("*.py"):
+        imported = {
+            alias.name for node in ast.walk(parse(path)) if isinstance(node, ast.Import) for alias in node.names
+        }
+        imported |= {node.module or "" for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom)}
+        reaches = {
+            name for name in imported if name.split(".")[0] in ("httpx", "urllib", "requests", "aiohttp", "http")
+        }
+        assert not reaches or path.name in clients, (path.name, reaches)
+    program = "import sys, service.app; sys.exit('httpx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_wait_that_can_swallow_a_cancellation(path: Path) -> None:
     """`asyncio.wait_for` of Python 3.11 does, when its result and the cancellation come together."""
     assert "asyncio.wait_for(" not in path.read_text()

@@ -115,9 +115,9 @@ def _tell_metrics(settings: Settings, described: WorkerRecord, dtype: str) -> No
 
 def main() -> int:
     """Run one worker until SIGTERM or SIGINT."""
-    logs.configure()
-    transformers.logging.disable_progress_bar()
     settings = load()
+    logs.configure(settings.log_format)
+    transformers.logging.disable_progress_bar()
     log = structlog.get_logger("worker")
     if settings.threads:
         torch.set_num_threads(settings.threads)

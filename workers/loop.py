@@ -249,7 +249,9 @@ class Worker:
         """The one place where an exception becomes an event and, for a context, a failed record."""
         metrics.ERRORS.labels(error.code).inc()
         metrics.JOBS.labels(_KINDS[type(entry.job)], error.code).inc()
-        structlog.get_logger("worker").warning("job_ended", job=entry.job.id, code=error.code, why=error.detail)
+        request = getattr(entry.job, "request", "")
+        told = {"job": entry.job.id, "code": error.code, "why": error.detail, "request": request}
+        structlog.get_logger("worker").warning("job_ended", **told)
         if self.heart.lost(entry):
             self.heart.release(entry)
         elif isinstance(error, ShuttingDown):

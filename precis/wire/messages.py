@@ -91,6 +91,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
         session: id of the conversation that this is a turn of; empty: none.
         turn: how many turns it had before.
         session_roles: of its messages once this turn is answered.
+        request: id of the HTTP request, for logs.
         api: id of the API process that reads the answer; when it dies, the answer is dropped.
         sent_at: Unix time, seconds.
     """
@@ -110,6 +111,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     session: str = ""
     turn: int = 0
     session_roles: list[str] = []
+    request: str = ""
 
 
 class ScoreItem(msgspec.Struct, frozen=True):
@@ -127,6 +129,7 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
     items: list[ScoreItem]
     api: str
     sent_at: float
+    request: str = ""
 
 
 class PrefetchJob(msgspec.Struct, frozen=True, tag="prefetch"):

@@ -27,6 +27,7 @@ SERVICE_NAMES = frozenset(
         "quota_active",
         "quota_requests_per_minute",
         "encryption_keys",
+        "log_format",
     }
 )
 WORKER_NAMES = frozenset(
@@ -45,6 +46,7 @@ WORKER_NAMES = frozenset(
         "host_bytes",
         "seal_key",
         "encryption_keys",
+        "log_format",
         "metrics_port",
         "vllm_metrics",
         "role",

@@ -18,7 +18,10 @@ from precis.wire.vault import Vault
 _MARK = (
     ACCOUNT
     + """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+local before = redis.call('HGET', KEYS[1], 'status')
+if not before then return 0 end
+-- a late word of a worker that has lost the job to another, which has ended it
+if (before == '"ready"' or before == '"failed"') and ARGV[1] ~= '' and ARGV[1] ~= 'ready' then return 1 end
 local moves = ARGV[1] ~= ''  -- without a status, what a context takes stays as it is
 if moves then account(-1, KEYS[1], KEYS[2], KEYS[4]) end
 redis.call('HSET', KEYS[1], unpack(ARGV, 4))

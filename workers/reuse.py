@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precis.container import Packed, codecs_of
 from precis.core import Snapshot, SnapshotHeader
-from precis.errors import SnapshotError
+from precis.errors import SnapshotError, SnapshotMissing
 from precis.fidelity import Fidelity
 from precis.fingerprint import of_context
 from precis.full_cache import Between
@@ -93,6 +93,8 @@ class Reuse:
             if manifest.policy == how.parameters():
                 return self._adopted(record, Packed(sealed, blobs)) if same else None
             return self._tightened(record, tokens, manifest, blobs, between)
+        except SnapshotMissing:  # the usual case: it is made for the first time
+            return None
         except (SnapshotError, ValueError) as error:
             structlog.get_logger("worker").info("not_reused", context=record.id, why=str(error))
             return None

@@ -81,6 +81,20 @@ def test_a_worker_killed_mid_compress_is_replaced_and_one_snapshot_is_published(
     assert ask(own_stack, context).status_code == 200
 
 
+def test_a_worker_that_wakes_up_late_does_not_undo_what_another_has_ended(own_stack: Stack) -> None:
+    own_stack.start_worker("other")
+    context = upload(own_stack, LONG + "late", wait=0)
+    wait_for(lambda: status(own_stack, context) == "prefilling")
+    sleeper = own_stack.processes[owner(own_stack, keys.compress_jobs(model_name(own_stack)))]
+    sleeper.send_signal(signal.SIGSTOP)
+    wait_for(lambda: status(own_stack, context) == "ready", 60)
+    sleeper.send_signal(signal.SIGCONT)
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        assert status(own_stack, context) == "ready"
+    assert ask(own_stack, context).status_code == 200
+
+
 def test_a_worker_killed_mid_answer_ends_it_with_an_error_and_no_replay(own_stack: Stack) -> None:
     context = upload(own_stack, SHORT)
     url = f"/v1/contexts/{context['id']}/queries"

@@ -18,7 +18,7 @@ from service.calibrate import calibrate
 from service.client import Client
 from service.evaluate import evaluate, read_questions
 from service.replies import ApiError
-from service.summary import summary
+from service.summary import shown
 from service.terminal import URL, AsJson, Url, err, out, ready, told
 from service.up import DEFAULT_MODEL, Options, Supervisor
 
@@ -102,12 +102,7 @@ def put(
     upload = {"file": (Path(file).name if file != "-" else "", _bytes(file))}
     context = client.call("POST", "/v1/contexts", files=upload, data={"options": json.dumps(options)})
     context = ready(client, context)
-    if as_json:
-        out.print_json(data=context)
-    elif quiet:
-        typer.echo(context["id"])
-    else:
-        out.print(summary(context))
+    shown(context, as_json, quiet)
 
 
 @app.command()
@@ -122,10 +117,7 @@ def append(
     client = Client(url)
     grown = client.call("POST", f"/v1/contexts/{context}/append", json={"text": _read(file)})
     found = ready(client, grown)
-    if as_json:
-        out.print_json(data=found)
-    else:
-        out.print(summary(found))
+    shown(found, as_json)
 
 
 def _bytes(file: str) -> bytes:

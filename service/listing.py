@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from service.client import Client
-from service.summary import summary
+from service.summary import shown
 from service.terminal import URL, AsJson, Url, out, ready, told
 
 
@@ -69,10 +69,7 @@ def show(
 ) -> None:
     """What a context takes, and what was traded for it."""
     found = Client(url).call("GET", f"/v1/contexts/{context}")
-    if as_json:
-        out.print_json(data=found)
-    else:
-        out.print(summary(found))
+    shown(found, as_json)
 
 
 @told
@@ -86,10 +83,7 @@ def tighten(
     client = Client(url)
     found = client.call("PATCH", f"/v1/contexts/{context}", json={"compression": {"keep_ratio": keep_ratio}})
     told_of = ready(client, found)
-    if as_json:
-        out.print_json(data=told_of)
-    else:
-        out.print(summary(told_of))
+    shown(told_of, as_json)
 
 
 @told

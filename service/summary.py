@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from rich.table import Table
+
+from service.terminal import out
+
+
+def shown(context: dict[str, Any], as_json: bool, quiet: bool = False) -> None:
+    """Print a context as asked for: as JSON, by its id alone, or in words."""
+    if as_json:
+        out.print_json(data=context)
+    elif quiet:
+        typer.echo(context["id"])
+    else:
+        out.print(summary(context))
 
 
 def summary(context: dict[str, Any]) -> Table:

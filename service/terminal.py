@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from service.client import Client
+from service.client import DEFAULT_URL, Client
 from service.replies import ApiError
 
 out, err = Console(), Console(stderr=True)
 Url = Annotated[str, typer.Option(envvar="PRECIS_URL", help="server to talk to")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-URL = "http://127.0.0.1:8000"
+URL = DEFAULT_URL
 _STAGES = {
     "queued": "waiting",
     "prefill": "reading",

@@ -6,14 +6,14 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from service.client import Client
 from service.replies import ApiError
-from service.summary import summary
-from service.terminal import URL, AsJson, Url, err, out, ready, told
+from service.summary import shown
+from service.terminal import URL, AsJson, Url, err, ready, told
 
 _PIECE = 1 << 20
 
@@ -63,18 +63,15 @@ def import_context(
         with file.open("rb") as opened:
             options: dict[str, Any] = {key: value for key, value in {"name": name, "ttl_s": ttl_s}.items() if value}
             headers = {"content-length": str(size), "content-type": "application/vnd.precis.context"}
-            content = iter(lambda: opened.read(_PIECE), b"")
-            context = client.call("POST", "/v1/contexts/import", content=_all(content), params=options, headers=headers)
+            context = client.call(
+                "POST", "/v1/contexts/import", content=_pieces(opened), params=options, headers=headers
+            )
     except OSError as error:
         raise ApiError(f"{file} cannot be read: {error.strerror}") from error
     context = ready(client, context)
-    if as_json:
-        out.print_json(data=context)
-    elif quiet:
-        typer.echo(context["id"])
-    else:
-        out.print(summary(context))
+    shown(context, as_json, quiet)
 
 
-def _all(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    yield from pieces
+def _pieces(opened: BinaryIO) -> Iterator[bytes]:
+    while piece := opened.read(_PIECE):
+        yield piece

@@ -6,21 +6,24 @@ A script calls `account(-1, ...)` before its change and `account(1, ...)` after 
 from __future__ import annotations
 
 ACCOUNT = """
+local function add(key, field, amount)
+  if amount ~= 0 then redis.call('HINCRBY', key, field, amount) end  -- Redis takes no '-0', and -1 * 0 is one
+end
 local function account(sign, context, totals, usage)
   local found = redis.call('HMGET', context, 'status', 'raw_bytes', 'stored_bytes', 'reserved_bytes', 'error')
   local status = found[1]
   if not status or (found[5] and string.find(found[5], 'context_expired', 1, true)) then return end
   local raw, stored, reserved = tonumber(found[2] or 0), tonumber(found[3] or 0), tonumber(found[4] or 0)
-  redis.call('HINCRBY', usage, 'contexts', sign)
+  add(usage, 'contexts', sign)
   if status == '"ready"' then
     for _, key in ipairs({totals, usage}) do
-      redis.call('HINCRBY', key, 'raw_bytes', sign * raw)
-      redis.call('HINCRBY', key, 'stored_bytes', sign * stored)
+      add(key, 'raw_bytes', sign * raw)
+      add(key, 'stored_bytes', sign * stored)
     end
-    redis.call('HINCRBY', usage, 'bytes', sign * stored)
+    add(usage, 'bytes', sign * stored)
   elseif status ~= '"failed"' then
-    redis.call('HINCRBY', usage, 'bytes', sign * reserved)
-    redis.call('HINCRBY', usage, 'active', sign)
+    add(usage, 'bytes', sign * reserved)
+    add(usage, 'active', sign)
   end
 end
 """

@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.test_smollm2 import Up, up  # noqa: F401 — a fixture
 
+pytestmark = pytest.mark.timeout(600)  # twenty contexts of the real model, on machines that others use as well
+
 N_CONTEXTS, N_QUESTIONS = 20, 96
 ROOMS = ("archive", "boiler", "map", "music", "seed", "paint", "tool", "chart", "press", "clock")
 FILLER = (

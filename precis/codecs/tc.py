@@ -3,8 +3,8 @@
 No paper; see `precis.transform` and `precis.coefficients`. KVTC (Staniszewski and Lancucki 2025, arXiv:2511.01815) is a
 relative. Here keys and values share their axes, errors count by their Fisher information, and tokens that a repetition
 of the document reads are quantised more finely. Sinks are unlike everything the transform was fitted to, and are kept
-at 8 bits. Where some heads of a block kept a token and others did not, the others' places are filled with the mean,
-which costs little, and are not read back.
+at 8 bits. Where some heads of a block kept a token and others did not, the others' places are filled with what is
+expected given those that were kept, and are not read back.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class TransformCodec:
         entries = mean.expand(len(tokens), *mean.shape).clone()  # it stands for entries that were not kept
         kept = torch.from_numpy(places).to(keys.device)
         heads, rows = (kept >= 0).nonzero(as_tuple=True)
-        taken = kept[heads, rows].long()
-        entries[rows, :, heads] = torch.stack([keys[taken], values[taken]], 1).float()
+        entries[rows, :, heads] = torch.stack([keys, values], 1)[kept[heads, rows].long()].float()
         entries = entries.view(len(tokens), 2, self.block_layers, -1, layout.head_dim).transpose(1, 2)
-        coefficients = self.transform.forward(layout.index, entries.to(self.transform.axes.device)).cpu()
-        classes = torch.zeros(len(tokens), dtype=torch.int64)
-        if self.classes is not None:
-            classes = self.classes[layout.index].cpu()[torch.from_numpy(tokens).long()]
+        missing = (kept < 0).T.view(len(tokens), self.block_layers, 1, -1, 1)
+        entries = self.transform.completed(layout.index, entries.to(self.transform.axes.device), missing)
+        coefficients = self.transform.forward(layout.index, entries).cpu()
+        at = torch.from_numpy(tokens).long()
+        classes = torch.zeros_like(at) if self.classes is None else self.classes[layout.index].cpu()[at]
         return Rows.of(coefficients, classes, self.transform.scales[layout.index])
 
     def shapes(self, layout: Layout) -> dict[str, Shape]:
@@ -108,10 +108,10 @@ class TransformCodec:
             ValueError: if a sink is not finite or beyond float16.
         """
         is_sink = sink_rows(layout.counts, layout.sinks, keys.device)
-        check_encodable(keys[is_sink])
-        check_encodable(values[is_sink])
+        sinks = keys[is_sink].float(), values[is_sink].float()
+        check_encodable(torch.cat(sinks))
         stream = torch.from_numpy(np.frombuffer(self.coded.blocks[layout.index], np.uint8).copy())
-        return {**encode_sinks(keys[is_sink].float(), values[is_sink].float()), "stream": stream}
+        return {**encode_sinks(*sinks), "stream": stream}
 
     def unravel(self, parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
         """Levels and places instead of the stream.

@@ -185,3 +185,19 @@ def test_a_document_that_nothing_reads_has_equal_classes(model: Model) -> None:
     full = read(model, tokens(N_CONTEXT))
     nothing = torch.zeros(4, model.geometry.n_heads + 2, N_CONTEXT)
     assert not bool(classes_of(replace(full, observed={RepeatAttention(): nothing}), 2).any())
+
+
+def test_what_is_missing_is_filled_with_its_expectation(transforms: dict[int, Transform]) -> None:
+    transform = transforms[2]
+    chance = torch.Generator().manual_seed(3)
+    variances = torch.exp2(transform.scales[0].float())
+    drawn = torch.randn(200, len(variances), generator=chance) * variances.sqrt()
+    truth = transform.backward(0, drawn)
+    missing = torch.rand(truth.shape[0], truth.shape[1], 1, truth.shape[3], 1, generator=chance) < 0.5
+    mean = transform.mean_of(0).expand_as(truth)
+    filled = transform.completed(0, torch.where(missing, mean, truth), missing)
+    gone = missing.expand_as(truth)
+    assert torch.equal(filled[~gone], truth[~gone])
+    assert (filled - truth)[gone].square().sum() < 0.95 * (mean - truth)[gone].square().sum()
+    whole = transform.completed(0, truth, torch.zeros_like(missing))
+    assert torch.equal(whole, truth)

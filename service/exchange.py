@@ -197,7 +197,7 @@ async def _store(
                 await store.expire(key, _WAITS_S)
         async with store.pipeline(transaction=True) as pipe:
             for part, key in staged.items():
-                pipe.rename(key, keys.snapshot(record.id, part))
+                pipe.execute_command("RENAME", key, keys.snapshot(record.id, part))  # as workers do
             await pipe.execute()
         return sorted(staged)
     except OutOfMemoryError as error:

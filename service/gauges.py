@@ -13,6 +13,7 @@ from precis.wire import keys
 from precis.wire.records import DEFAULT_TENANT, ApiKey
 from service import metrics
 from service.state import State
+from service.store import infos
 
 _MOST_TENANTS = 100  # labels; the rest is in the totals
 
@@ -23,10 +24,10 @@ async def read(state: State) -> None:
     await _queues(state)
     await _contexts(state)
     for server, client in (("queue", state.stores.queue), ("store", state.stores.snapshots)):
-        memory, stats = await client.info("memory"), await client.info("stats")
+        memory, stats = await infos(client, "memory"), await infos(client, "stats")
         for kind, field in (("used", "used_memory"), ("max", "maxmemory")):
-            metrics.STORE_MEMORY.labels(server, kind).set(int(memory.get(field, 0)))
-        metrics.STORE_EVICTED.labels(server).set(int(stats.get("evicted_keys", 0)))
+            metrics.STORE_MEMORY.labels(server, kind).set(sum(int(node.get(field, 0)) for node in memory))
+        metrics.STORE_EVICTED.labels(server).set(sum(int(node.get("evicted_keys", 0)) for node in stats))
 
 
 async def _queues(state: State) -> None:

@@ -18,12 +18,11 @@ from precis.wire.records import ContextRecord, Quota
 from precis.wire.vault import Vault
 from service import metrics
 from service.scripts import CREATE, PATCH, REMOVE, REQUEUE
-from service.store import Stores
+from service.store import Stores, free_bytes
 
 _TOMBSTONE_S = 86400
 _SWEEP_S = 1.0
 _QUOTAS = {"contexts": "contexts", "bytes": "stored bytes", "active": "contexts waiting or being compressed"}
-_FILL = 0.9  # share of the store's memory that snapshots may take
 
 
 class Records:
@@ -86,13 +85,9 @@ class Records:
         Raises:
             StoreFull: naming what is needed and what there is.
         """
-        memory = await self._store.info("memory")
-        limit = _FILL * memory.get("maxmemory", 0)
-        evicts = memory.get("maxmemory_policy", "noeviction") != "noeviction"
-        free = limit if evicts else limit - memory.get("used_memory", 0)
-        if limit and n_bytes > free:
+        if n_bytes > (free := await free_bytes(self._store)):
             raise StoreFull(
-                f"the snapshot needs about {n_bytes / 1e6:.1f} MB, the store has {max(0, free) / 1e6:.1f} MB for it: "
+                f"the snapshot needs about {n_bytes / 1e6:.1f} MB, the store has {max(0.0, free) / 1e6:.1f} MB for it: "
                 "delete contexts, compress more, or give the store more memory"
             )
 

@@ -6,9 +6,10 @@ import ipaddress
 import os
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from precis.wire.addresses import address_of
 from precis.wire.presets import AUTO
 from precis.wire.records import Quota
 from precis.wire.settings import PREFIX, refuse_unknown
@@ -21,7 +22,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
 
-    queue_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey for jobs and records; noeviction")
+    queue_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="Redis or Valkey for jobs and records; noeviction; also redis+cluster://, redis+sentinel://",
+    )
     store_url: str = Field("", description="Redis or Valkey for snapshots, volatile-lru; empty: the same as the queue")
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 lets other machines in")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
@@ -48,6 +52,14 @@ class Settings(BaseSettings):
         False, description="chats that do not say `cache` have long beginnings stored that came twice"
     )
     default_policy: str = Field(AUTO, description="policy of uploads that name none")
+
+    @field_validator("queue_url", "store_url")
+    @classmethod
+    def _leads_to_redis(cls, url: str) -> str:
+        """Said at the start, not by the first request."""
+        if url:
+            address_of(url)
+        return url
 
 
 def check_exposure(host: str, admin_key: str, *, open_to_all: bool) -> None:
@@ -85,7 +97,14 @@ def load() -> Settings:
     """Read the environment.
 
     Raises:
-        SystemExit: naming a PRECIS_* variable that does not exist.
+        SystemExit: naming a PRECIS_* variable that does not exist, or cannot be.
     """
     refuse_unknown(os.environ)
-    return Settings()
+    try:
+        return Settings()
+    except ValidationError as error:
+        told = (
+            f"{PREFIX}{each['loc'][0]}".upper() + f": {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        )
+        raise SystemExit("; ".join(told)) from None

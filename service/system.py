@@ -14,6 +14,7 @@ from precis.errors import ModelNotFound
 from precis.wire import keys
 from service import gauges
 from service.state import State, StateDep
+from service.store import ping
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])  # needs no key: says nothing of anybody's data
@@ -97,8 +98,8 @@ async def readyz(request: Request) -> Response:
     if state.draining:
         problems.append("shutting down")
     try:
-        await state.stores.queue.ping()
-        await state.stores.snapshots.ping()
+        await ping(state.stores.queue)
+        await ping(state.stores.snapshots)
         if not await state.fleet.workers():
             problems.append("no worker is up yet")
     except RedisError as error:

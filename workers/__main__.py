@@ -17,8 +17,6 @@ import structlog
 import torch
 import transformers
 from prometheus_client import REGISTRY, start_http_server
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from precis import native
 from precis.errors import PrecisError
@@ -38,23 +36,11 @@ from workers.records import Records
 from workers.sessions import Sessions
 from workers.settings import Settings, load
 from workers.snapshots import SnapshotStore
+from workers.stores import connect
 from workers.warm import warm
 
 _T = TypeVar("_T")
 _AGAIN_S = 0.5
-
-
-def connect(url: str) -> redis.Redis:
-    """A client that never repeats a command by itself: a repeated XADD would be a second job."""
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=60,
-        socket_connect_timeout=5,
-        health_check_interval=15,
-        retry=Retry(NoBackoff(), 0),
-        retry_on_timeout=False,
-        socket_read_size=1 << 20,
-    )
 
 
 def build(settings: Settings, served: models.Served) -> Worker:

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from precis.wire.addresses import address_of
 from precis.wire.settings import PREFIX, refuse_unknown
 
 
@@ -17,7 +18,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, protected_namespaces=())
 
-    queue_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey for jobs and records; noeviction")
+    queue_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="Redis or Valkey for jobs and records; noeviction; also redis+cluster://, redis+sentinel://",
+    )
     store_url: str = Field("", description="Redis or Valkey for snapshots, volatile-lru; empty: the same as the queue")
     model: str = Field("SmolLM2-135M-Instruct", description="the embedded default, a folder, or a Hugging Face id")
     model_name: str = Field("", description="how clients call the model; empty: as in `model`")
@@ -41,12 +45,27 @@ class Settings(BaseSettings):
         4 << 20, ge=1024, le=64 << 20, description="largest piece of a snapshot that is read or written at once"
     )
 
+    @field_validator("queue_url", "store_url")
+    @classmethod
+    def _leads_to_redis(cls, url: str) -> str:
+        """Said at the start, not by the first request."""
+        if url:
+            address_of(url)
+        return url
+
 
 def load() -> Settings:
     """Read the environment.
 
     Raises:
-        SystemExit: naming a PRECIS_* variable that does not exist.
+        SystemExit: naming a PRECIS_* variable that does not exist, or cannot be.
     """
     refuse_unknown(os.environ)
-    return Settings()
+    try:
+        return Settings()
+    except ValidationError as error:
+        told = (
+            f"{PREFIX}{each['loc'][0]}".upper() + f": {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        )
+        raise SystemExit("; ".join(told)) from None

@@ -64,10 +64,11 @@ class SnapshotStore:
             n_fields[0] += 1
             if [self._redis.hlen(key) for key in staged] != n_fields:
                 return False
+            pipe: Any
             with self._redis.pipeline(transaction=True) as pipe:
                 for part, key in reversed(list(enumerate(staged))):
                     target = keys.snapshot(context_id, part)
-                    pipe.rename(key, target)
+                    pipe.execute_command("RENAME", key, target)  # `rename` is refused for clusters, though slots agree
                     if expire_at is not None:
                         pipe.pexpireat(target, int(expire_at * 1000))
                     else:

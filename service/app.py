@@ -17,11 +17,13 @@ import structlog
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
+from opentelemetry.trace import get_current_span
 from starlette.exceptions import HTTPException
 
 from precis import __version__
 from precis.errors import BodyTooLarge
-from precis.wire import logs
+from precis.wire import logs, traces
 from precis.wire.vault import Vault
 from service import (
     admin,
@@ -54,6 +56,14 @@ from service.state import State
 from service.store import connect
 
 _QUIET = ("/healthz", "/readyz", "/metrics")  # asked all the time by machines
+# Spans of requests only: logs of failed validation would hold what was sent, and metrics are our own.
+_TELEMETRY = TelemetryConfig(
+    operation_spans=False,
+    metrics=False,
+    logs=False,
+    auto_configure=False,
+    exclude=lambda scope: scope["path"] in _QUIET,
+)
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 _GRACE_S = 5  # after the streams were told of the shutdown
 
@@ -90,6 +100,8 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=_operation_id,
+        dependencies=[Depends(_tell_trace)],
+        telemetry=_TELEMETRY,
     )
     problems.install(app)
     app.include_router(system.open_router)
@@ -174,6 +186,11 @@ class Watch:
             )
 
 
+async def _tell_trace() -> None:
+    """Let the request's span, which FastAPI makes, say by which id logs know it."""
+    get_current_span().set_attribute("precis.request", structlog.contextvars.get_contextvars().get("request", ""))
+
+
 def _request_id(given: bytes) -> str:
     """The client's own, if it is one that may stand in a log; else a new one."""
     return given.decode() if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex[:16]
@@ -233,6 +250,7 @@ def main(arguments: list[str]) -> None:
     """
     settings = load()
     logs.configure(settings.log_format)
+    traces.configure("precis-api", on=settings.tracing)
     check_exposure(settings.host, settings.admin_key, open_to_all=settings.open)
     if not settings.admin_key:
         structlog.get_logger("api").warning(

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from precis.errors import QueueFull
-from precis.wire import keys
+from precis.wire import keys, traces
 from precis.wire.codec import encode
 from precis.wire.messages import AnswerJob, PrefetchJob, ScoreJob
 from precis.wire.records import WorkerRecord
@@ -40,7 +40,8 @@ class Jobs:
         Raises:
             QueueFull: if too many wait; says when to come again.
         """
-        job = msgspec.structs.replace(job, request=structlog.contextvars.get_contextvars().get("request", ""))
+        request = structlog.contextvars.get_contextvars().get("request", "")
+        job = msgspec.structs.replace(job, request=request, trace=traces.carrier())
         holders = [w for w in workers if job.context_id in w.hot and w.load < w.slots and w.role != "compress"]
         if holders:
             best = min(holders, key=lambda worker: worker.load)
@@ -64,7 +65,7 @@ class Jobs:
         """
         if any(context_id in worker.hot for worker in workers if worker.role != "compress"):
             return False
-        job = PrefetchJob(f"prefetch_{uuid.uuid4().hex[:12]}", context_id)
+        job = PrefetchJob(f"prefetch_{uuid.uuid4().hex[:12]}", context_id, traces.carrier())
         if not await self._add(keys.answer_jobs(model), self._limit, job):
             raise QueueFull("too many answers are waiting or running: try again", retry_after_s=1)
         return True

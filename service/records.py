@@ -15,6 +15,7 @@ from precis.wire import keys
 from precis.wire.codec import decode_record, encode, record_fields, whole_record
 from precis.wire.messages import CompressJob
 from precis.wire.records import ContextRecord, Quota
+from precis.wire.traces import carrier
 from precis.wire.vault import Vault
 from service import metrics
 from service.scripts import CREATE, PATCH, REMOVE, REQUEUE
@@ -60,7 +61,7 @@ class Records:
         expire = "" if record.expire_at is None else record.expire_at
         bounds = [quota.max_contexts, quota.max_bytes, quota.max_active, record.reserved_bytes]
         source = self._vault.seal(token_ids, record.id, "tokens")
-        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id)), source]
+        args = [record.id, record.created_at, expire, self._limit, encode(CompressJob(record.id, carrier())), source]
         for _ in range(2):
             answer: str = (await self._create(keys=where, args=[*args, *bounds, *fields])).decode()
             if answer.startswith("quota:"):
@@ -198,7 +199,8 @@ class Records:
         sealed = self._vault.seal(token_ids, record.id, "tokens") if token_ids else b""
         reserved = changes.get("reserved_bytes", record.stored_bytes)
         fields.pop("reserved_bytes", None)
-        args: list[Any] = [record.id, self._limit, encode(CompressJob(record.id)), sealed, quota.max_bytes, reserved]
+        job = encode(CompressJob(record.id, carrier()))
+        args: list[Any] = [record.id, self._limit, job, sealed, quota.max_bytes, reserved]
         args += [part for pair in fields.items() for part in pair]
         answer: str = (await self._requeue(keys=where, args=args)).decode()
         if answer == "gone":

@@ -40,6 +40,7 @@ class Settings(BaseSettings):
     worker_grace_s: float = Field(10.0, ge=0, description="seconds without a live worker before requests get 503")
     admin_key: str = Field("", description="secret that makes keys; with it every request needs a key")
     open: bool = Field(False, description="without admin_key: let everybody in who reaches the port, not only loopback")
+    tracing: bool = Field(False, description="send spans to OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `tracing`")
     log_format: Literal["lines", "json"] = Field("lines", description="of the log: for people, or JSON per line")
     encryption_keys: str = Field(
         "", description="secrets that encrypt what is stored, by commas; the first seals, all open; as at the workers"

@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY, start_http_server
 
 from precis import native
 from precis.errors import PrecisError
-from precis.wire import logs
+from precis.wire import logs, traces
 from precis.wire.presets import HEADS, TRANSFORM
 from precis.wire.records import WorkerRecord
 from precis.wire.vault import Vault
@@ -103,6 +103,7 @@ def main() -> int:
     """Run one worker until SIGTERM or SIGINT."""
     settings = load()
     logs.configure(settings.log_format)
+    traces.configure("precis-worker", on=settings.tracing)
     transformers.logging.disable_progress_bar()
     log = structlog.get_logger("worker")
     if settings.threads:

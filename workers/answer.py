@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import redis
 import structlog
@@ -14,13 +15,9 @@ import torch
 from precis.detokenize import Detokenizer, StopText
 from precis.engine import step
 from precis.errors import InternalError, JobCancelled, JobLost, OutOfMemory, PrecisError
-from precis.policies import TRIMS, VIEWS
 from precis.sampling import Sampled, Sampler
 from precis.session import Feed, Session
-from precis.trims import Trim
-from precis.views import View
-from precis.views.sage import SageView
-from precis.wire import keys
+from precis.wire import keys, traces
 from precis.wire.messages import (
     AnswerJob,
     CacheEvent,
@@ -35,7 +32,7 @@ from workers.events import emit
 from workers.jobs import Entry
 from workers.models import Served
 from workers.sessions import Sessions, Turn
-from workers.sources import Found
+from workers.sources import Found, choices_of
 
 QUERY_CHUNK = 256  # query tokens prefilled per step, so that running answers do not wait long
 
@@ -263,6 +260,10 @@ class Batch:
     def _remove(self, answer: Answer, outcome: str) -> None:
         self._answers.remove(answer)
         self._done(answer.entry)
+        spent = msgspec.structs.asdict(answer.timings())
+        about: dict[str, str | int] = {"precis.job": answer.job.id, "precis.cache": answer.cache}
+        about |= {"precis.tokens": answer.n_tokens, "precis.cached_tokens": spent.pop("cache_n")}
+        traces.past("answer", answer.job.trace, spent, "" if outcome == "done" else outcome, **about)
         metrics.JOBS.labels("answer", outcome).inc()
         metrics.RUNNING.set(len(self._answers))
 
@@ -290,11 +291,3 @@ class Batch:
     def fail_all(self, error: PrecisError) -> None:
         """End every answer with an error."""
         self._fail(list(self._answers), error)
-
-
-def choices_of(job: AnswerJob) -> tuple[View | None, Trim | None]:
-    """What the answer reads of the snapshot, and what it keeps of itself."""
-    trim = TRIMS[job.trim](budget=job.trim_budget) if job.trim_budget else None
-    if job.view_budget and job.view_slides:
-        return SageView(budget=job.view_budget, slides=True), trim
-    return VIEWS[job.view](budget=job.view_budget) if job.view_budget else None, trim

@@ -18,6 +18,7 @@ from precis.full_cache import Between
 from precis.pipeline import compress, document_of
 from precis.sizes import head_bytes, layer_bytes
 from precis.text import ContextPart
+from precis.wire import traces
 from precis.wire.messages import ProgressEvent, ReadyEvent
 from precis.wire.presets import HEADS, TRANSFORM
 from precis.wire.records import ContextRecord, FidelityRecord
@@ -107,6 +108,10 @@ class Compressor:
             "store_ms": (stored_at - compressed_at) * 1000,
         }
         self.mark_ready(record, made, timings)
+        about = {"precis.tokens": record.n_tokens, "precis.stored_bytes": made.packed.n_bytes}
+        traces.past(
+            "snapshot", None, {name: timings[name] for name in ("prefill_ms", "compress_ms", "store_ms")}, "", **about
+        )
         for name, value in timings.items():
             metrics.STAGE_SECONDS.labels(name.removesuffix("_ms")).observe(value / 1000)
         return made.snapshot

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import redis
 import structlog
+from opentelemetry.trace import get_current_span
 
 from precis.errors import (
     InternalError,
@@ -18,7 +19,7 @@ from precis.errors import (
     ShuttingDown,
 )
 from precis.fingerprint import digest
-from precis.wire import keys
+from precis.wire import keys, traces
 from precis.wire.codec import encode
 from precis.wire.messages import (
     AnswerJob,
@@ -137,7 +138,14 @@ class Worker:
                 self._handle(entry)
 
     def _handle(self, entry: Entry) -> None:
-        """Do one job; whatever goes wrong ends in exactly one place."""
+        """Do one job; whatever goes wrong ends in exactly one place. An answer's span is its own: it ends later."""
+        if isinstance(entry.job, AnswerJob):
+            self._do(entry)
+            return
+        with traces.span(_KINDS[type(entry.job)], entry.job.trace, **{"precis.job": entry.job.id}):
+            self._do(entry)
+
+    def _do(self, entry: Entry) -> None:
         try:
             match entry.job:
                 case CompressJob():
@@ -248,6 +256,10 @@ class Worker:
     def _failed(self, entry: Entry, error: PrecisError) -> None:
         """The one place where an exception becomes an event and, for a context, a failed record."""
         metrics.ERRORS.labels(error.code).inc()
+        if isinstance(entry.job, AnswerJob):
+            traces.past("answer", entry.job.trace, {}, error.code, **{"precis.job": entry.job.id})
+        else:
+            traces.fail(get_current_span(), error.code)
         metrics.JOBS.labels(_KINDS[type(entry.job)], error.code).inc()
         request = getattr(entry.job, "request", "")
         told = {"job": entry.job.id, "code": error.code, "why": error.detail, "request": request}

@@ -34,6 +34,7 @@ class Settings(BaseSettings):
     hot_bytes: int = Field(2 << 30, ge=0, description="bytes of snapshots kept ready on the device")
     host_bytes: int = Field(8 << 30, ge=0, description="bytes of snapshots kept in host memory beside a GPU")
     seal_key: str = Field("", description="secret that signs snapshots; set it where others can write to the store")
+    tracing: bool = Field(False, description="send spans to OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `tracing`")
     log_format: Literal["lines", "json"] = Field("lines", description="of the log: for people, or JSON per line")
     encryption_keys: str = Field(
         "", description="secrets that encrypt what is stored, by commas; the first seals, all open; as at the API"

@@ -11,6 +11,10 @@ from precis.compose import Part
 from precis.core import Snapshot
 from precis.errors import ContextNotFound, ContextNotReady, SnapshotError
 from precis.full_cache import Between
+from precis.policies import TRIMS, VIEWS
+from precis.trims import Trim
+from precis.views import View
+from precis.views.sage import SageView
 from precis.wire.messages import AnswerJob, ScoreJob
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
@@ -93,3 +97,11 @@ class Sources:
                 self.busy = False
         self.records.touch(record)
         return snapshot, f"hit; {origin}", tokens
+
+
+def choices_of(job: AnswerJob) -> tuple[View | None, Trim | None]:
+    """What the answer reads of the snapshot, and what it keeps of itself."""
+    trim = TRIMS[job.trim](budget=job.trim_budget) if job.trim_budget else None
+    if job.view_budget and job.view_slides:
+        return SageView(budget=job.view_budget, slides=True), trim
+    return VIEWS[job.view](budget=job.view_budget) if job.view_budget else None, trim

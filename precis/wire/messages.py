@@ -70,9 +70,14 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class CompressJob(msgspec.Struct, frozen=True, tag="compress"):
-    """Make the snapshot of a context; everything else is in its record."""
+    """Make the snapshot of a context; everything else is in its record.
+
+    Attributes:
+        trace: of the request that asked for it, as `traceparent`.
+    """
 
     id: str
+    trace: str = ""
 
 
 class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
@@ -92,6 +97,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
         turn: how many turns it had before.
         session_roles: of its messages once this turn is answered.
         request: id of the HTTP request, for logs.
+        trace: of that request, as `traceparent`.
         api: id of the API process that reads the answer; when it dies, the answer is dropped.
         sent_at: Unix time, seconds.
     """
@@ -112,6 +118,7 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
     turn: int = 0
     session_roles: list[str] = []
     request: str = ""
+    trace: str = ""
 
 
 class ScoreItem(msgspec.Struct, frozen=True):
@@ -130,6 +137,7 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
     api: str
     sent_at: float
     request: str = ""
+    trace: str = ""
 
 
 class PrefetchJob(msgspec.Struct, frozen=True, tag="prefetch"):
@@ -137,10 +145,12 @@ class PrefetchJob(msgspec.Struct, frozen=True, tag="prefetch"):
 
     Attributes:
         id: of the job.
+        trace: of the request that asked for it, as `traceparent`.
     """
 
     id: str
     context_id: str
+    trace: str = ""
 
 
 Job = CompressJob | AnswerJob | ScoreJob | PrefetchJob

@@ -28,6 +28,7 @@ SERVICE_NAMES = frozenset(
         "quota_requests_per_minute",
         "encryption_keys",
         "log_format",
+        "tracing",
     }
 )
 WORKER_NAMES = frozenset(
@@ -47,6 +48,7 @@ WORKER_NAMES = frozenset(
         "seal_key",
         "encryption_keys",
         "log_format",
+        "tracing",
         "metrics_port",
         "vllm_metrics",
         "role",

@@ -245,6 +245,8 @@ class Records:
             keys.usage(record.tenant),
             keys.retention(record.id),
             keys.beginning(record.tenant, record.model, record.beginning),
+            keys.ARCHIVED,
+            keys.UNARCHIVED,
         ]
         expired_error = '{"code":"context_expired","detail":"the context has expired"}'
         await self._remove(keys=where, args=[record.id, tombstone, expired_error])

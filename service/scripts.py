@@ -29,7 +29,8 @@ return ARGV[1]
 """
 )
 # Takes everything of a context away but, for an expiry, the record, which says so for a day.
-# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage, retention, beginning
+# KEYS: context, tokens, fingerprint, contexts, expiry, tombstones, totals, events, usage, retention, beginning,
+# archived, unarchived
 REMOVE = (
     ACCOUNT
     + """
@@ -37,6 +38,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 account(-1, KEYS[1], KEYS[7], KEYS[9])
 if redis.call('GET', KEYS[3]) == ARGV[1] then redis.call('DEL', KEYS[3]) end
 redis.call('UNLINK', KEYS[2], KEYS[10])
+if redis.call('SREM', KEYS[12], ARGV[1]) == 1 then redis.call('SADD', KEYS[13], ARGV[1]) end
 redis.call('SREM', KEYS[11], ARGV[1])
 redis.call('ZREM', KEYS[5], ARGV[1])
 if ARGV[2] == '' then

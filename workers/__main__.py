@@ -26,6 +26,7 @@ from precis.wire.records import WorkerRecord
 from precis.wire.vault import Vault
 from workers import artifacts, metrics, models
 from workers.aliases import Aliases
+from workers.archive import Archive
 from workers.cache import SnapshotCache
 from workers.compress import Compressor
 from workers.energy import EnergyMeter
@@ -49,7 +50,9 @@ def build(settings: Settings, served: models.Served) -> Worker:
     client = connect(settings.queue_url)
     vault = Vault(settings.encryption_keys)
     records = Records(client, vault)
-    store = SnapshotStore(connect(settings.store_url or settings.queue_url), settings.chunk_bytes, vault=vault)
+    archive = Archive(settings.archive_url, connect(settings.queue_url), vault) if settings.archive_url else None
+    snapshots = connect(settings.store_url or settings.queue_url)
+    store = SnapshotStore(snapshots, settings.chunk_bytes, vault=vault, archive=archive)
     seal_key = settings.seal_key.encode()
     on_cpu = served.model.device.type == "cpu"
     arena = Arena(settings.hot_bytes) if on_cpu and settings.hot_bytes > 0 else None
@@ -136,6 +139,9 @@ def main() -> int:
     if device.type == "cpu" and native.library() is None:
         log.warning("no_kernels", why="there was no C++ compiler when precis was installed: scoring is slower")
     worker.heart.start()
+    archive = worker.cache.store.archive
+    if archive is not None:
+        archive.start()
     log.info(
         "worker_ready",
         pid=os.getpid(),
@@ -148,6 +154,8 @@ def main() -> int:
         worker.run()
     finally:
         worker.heart.stop()
+        if archive is not None:
+            archive.close()
     log.info("worker_stopped")
     return 0
 

@@ -74,7 +74,7 @@ class SnapshotCache:
         return None if self.arena is None else self.arena.take
 
     def find(self, record: ContextRecord) -> tuple[Snapshot, str]:
-        """The snapshot and its origin, "memory", "host" or "store".
+        """The snapshot and its origin, "memory", "host", "store" or "archive".
 
         Raises:
             SnapshotMissing, SnapshotCorrupt, SnapshotStale: if it must be made again.
@@ -91,6 +91,7 @@ class SnapshotCache:
             self.keep(record.id, snapshot)
             metrics.LOADS.labels("host").inc()
             return snapshot, "host"
+        origin = self.store.origin(record.id)
         try:
             snapshot = self._load(record, fingerprint)
         except SnapshotError as error:
@@ -100,8 +101,8 @@ class SnapshotCache:
             )
             raise
         self.keep(record.id, snapshot)
-        metrics.LOADS.labels("store").inc()
-        return snapshot, "store"
+        metrics.LOADS.labels(origin).inc()
+        return snapshot, origin
 
     def together(self, ids: Sequence[str], parts: Sequence[Part]) -> tuple[Snapshot, int]:
         """Several snapshots as one, and how many tokens were read for that; held like any other."""

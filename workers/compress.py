@@ -170,6 +170,8 @@ class Compressor:
         if self.records.get(record.id) is None:
             self.store.remove(record.id)
             raise ContextNotFound(f"context {record.id} was deleted")
+        if self.store.archive is not None:
+            self.store.archive.put(record.id, made.packed)
 
     def mark_ready(self, record: ContextRecord, made: Made, timings: dict[str, float]) -> None:
         """Record what was made; from now on the context can be asked."""

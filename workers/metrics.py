@@ -72,6 +72,8 @@ HOT_BYTES = Gauge("precis_hot_bytes", "Bytes of snapshots held by a worker, by t
 
 # snapshots
 LOADS = Counter("precis_snapshot_loads_total", "Where an answer's snapshot came from.", ["origin"])
+ARCHIVED_BYTES = Counter("precis_archived_bytes_total", "Of snapshots written to the archive.")
+ARCHIVE_FAILURES = Counter("precis_archive_failures_total", "Failures of the archive: put, get, delete.", ["operation"])
 LOAD_SECONDS = Histogram(
     "precis_snapshot_load_seconds",
     "Loading a snapshot from the store, by phase: fetch, decode.",
@@ -113,7 +115,8 @@ VERSION = __version__
 for _counter, _labels in (
     (FIRST_TOKEN_SECONDS, ("true", "false")),
     (FINISHED, ("stop", "length")),
-    (LOADS, ("memory", "host", "store")),
+    (LOADS, ("memory", "host", "store", "archive")),
+    (ARCHIVE_FAILURES, ("put", "get", "delete")),
     (LOAD_SECONDS, ("fetch", "decode")),
     (LOAD_FAILURES, ("missing", "corrupt", "stale")),
     (RECOMPUTED, ("missing", "corrupt", "stale", "session")),

@@ -23,6 +23,9 @@ class Settings(BaseSettings):
         description="Redis or Valkey for jobs and records; noeviction; also redis+cluster://, redis+sentinel://",
     )
     store_url: str = Field("", description="Redis or Valkey for snapshots, volatile-lru; empty: the same as the queue")
+    archive_url: str = Field(
+        "", description="where snapshots go beside the store: s3://, gs://, az://, file://; needs the extra `archive`"
+    )
     model: str = Field("SmolLM2-135M-Instruct", description="the embedded default, a folder, or a Hugging Face id")
     model_name: str = Field("", description="how clients call the model; empty: as in `model`")
     data_dir: Path = Field(Path("~/.local/share/precis"), description="where the embedded default model is unpacked")

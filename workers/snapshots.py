@@ -17,6 +17,7 @@ from precis.errors import SnapshotMissing, StoreFull
 from precis.wire import keys
 from precis.wire.vault import Vault
 from workers import metrics
+from workers.archive import Archive
 
 _PART_BYTES = 512 << 20
 _STAGING_S = 600
@@ -28,9 +29,14 @@ class SnapshotStore:
     """Put, get and remove snapshots."""
 
     def __init__(
-        self, client: redis.Redis, chunk_bytes: int, part_bytes: int = _PART_BYTES, vault: Vault | None = None
+        self,
+        client: redis.Redis,
+        chunk_bytes: int,
+        part_bytes: int = _PART_BYTES,
+        vault: Vault | None = None,
+        archive: Archive | None = None,
     ) -> None:
-        self._redis, self._vault = client, vault or Vault()
+        self._redis, self._vault, self.archive = client, vault or Vault(), archive
         self._chunk_bytes = chunk_bytes
         self._part_bytes = part_bytes
 
@@ -98,6 +104,12 @@ class SnapshotStore:
         self._redis.expire(key, _STAGING_S)
         return n_fields
 
+    def origin(self, context_id: str) -> str:
+        """Where a snapshot will be read from: "store" or "archive"."""
+        if self.archive is None or self._redis.exists(keys.snapshot(context_id)):
+            return "store"
+        return "archive"
+
     def manifest(self, context_id: str) -> bytes:
         """The sealed manifest.
 
@@ -106,6 +118,8 @@ class SnapshotStore:
             SnapshotCorrupt: if it cannot be decrypted.
         """
         found: Any = self._redis.hget(keys.snapshot(context_id), "m")
+        if not found and self.archive is not None:
+            return self.archive.manifest(context_id)
         if not found:
             raise SnapshotMissing("the snapshot is not in the store any more")
         return self._vault.unseal(bytes(found), context_id, "m")
@@ -133,6 +147,8 @@ class SnapshotStore:
             blob += self._vault.unseal(bytes(found), context_id, field)
             piece += 1
         if len(blob) < size and not self._redis.exists(key):
+            if self.archive is not None:
+                return self.archive.blob(context_id, layer)
             raise SnapshotMissing("the snapshot expired or was evicted while it was being read")
         return bytes(blob)
 

@@ -21,7 +21,7 @@ from workers.compress import Compressor
 from workers.recompute import make_again
 from workers.records import Records
 
-_COSTS = ("hit; memory", "hit; host", "hit; store")  # what is made again costs more
+_COSTS = ("hit; memory", "hit; host", "hit; store", "hit; archive")  # what is made again costs more
 
 
 @dataclass(frozen=True, slots=True)

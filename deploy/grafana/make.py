@@ -249,7 +249,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             ),
             Panel(
                 "Where snapshots came from",
-                "Memory, host, store.",
+                "Memory, host, store, archive.",
                 "ops",
                 rate("precis_snapshot_loads_total", "origin"),
             ),
@@ -271,6 +271,12 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "By reason. corrupt is an alert.",
                 "ops",
                 rate("precis_snapshot_load_failures_total", "reason"),
+            ),
+            Panel(
+                "Archive: what failed",
+                "Per second, by operation. What cannot be read from there is made again.",
+                "ops",
+                rate("precis_archive_failures_total", "operation"),
             ),
             Panel("Held by workers", "Bytes by tier.", "bytes", one("sum by (tier) (precis_hot_bytes)", "{{tier}}")),
             Panel(

@@ -16,6 +16,8 @@ TOTALS = "{precis}:totals"  # hash: raw_bytes and stored_bytes over ready contex
 API_KEYS = "{precis}:apikeys"  # hash SHA-256 of a key -> ApiKey; no expiry
 API_KEY_IDS = "{precis}:apikeys:ids"  # hash id of a key -> its SHA-256; no expiry
 QUOTAS = "{precis}:quotas"  # hash tenant -> Quota; no expiry
+ARCHIVED = "{precis}:archived"  # set of ids of contexts with an archived snapshot; no expiry
+UNARCHIVED = "{precis}:unarchived"  # set of ids of contexts that are gone, whose archived snapshot has to go; no expiry
 AUDIT = "{precis}:audit"  # stream of who changed what; capped at 10,000
 
 

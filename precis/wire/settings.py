@@ -37,6 +37,7 @@ WORKER_NAMES = frozenset(
         "store_url",
         "model",
         "model_name",
+        "archive_url",
         "data_dir",
         "device",
         "dtype",

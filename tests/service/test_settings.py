@@ -21,6 +21,7 @@ import workers.settings
     ],
 )
 def test_the_start_is_stopped(monkeypatch: pytest.MonkeyPatch, load: Any, name: str, value: str, why: str) -> None:
+    monkeypatch.delenv("PRECIS_TEST_SERVER", raising=False)
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=why):
         load()

@@ -50,6 +50,9 @@ class Store:
         data: bytes = self.packed[context_id].manifest
         return data
 
+    def origin(self, context_id: str) -> str:
+        return "store"
+
     def blobs(self, context_id: str, sizes: list[int]) -> Any:
         return iter(self.packed[context_id].blobs)
 

@@ -9,7 +9,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
 from precis import errors
@@ -160,6 +160,8 @@ def install(app: FastAPI) -> None:
 def _unexpected(error: Exception) -> errors.PrecisError:
     if isinstance(error, RedisError):
         structlog.get_logger("service").error("store_unreachable", error=type(error).__name__)
+        if isinstance(error, ResponseError) and str(error).startswith("MISCONF"):
+            return errors.CapacityError("the store takes no writes, its disk may be full: try again", retry_after_s=30)
         return errors.CapacityError("the store cannot be reached: try again", retry_after_s=2)
     structlog.get_logger("service").error("unexpected", exc_info=error)
     return errors.InternalError("an unexpected error; it was logged")

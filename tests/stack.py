@@ -38,6 +38,7 @@ class Server:
     folder: Path
     extra: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
+    restore_signals: bool = True
 
     @property
     def url(self) -> str:
@@ -48,7 +49,8 @@ class Server:
         """Start, and wait until the data are loaded."""
         flags = ["--port", "0", "--unixsocket", f"{self.folder}/s", "--dir", str(self.folder), "--save", ""]
         flags += ["--appendonly", "yes", "--appendfsync", "always", *self.extra]
-        self.process = subprocess.Popen([server_binary(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([server_binary(), *flags], restore_signals=self.restore_signals, **quiet)
         wait_for(lambda: self.client().ping(), START_S)
 
     def client(self, **options: Any) -> Any:
@@ -102,6 +104,9 @@ def _run_worker(environment: dict[str, str], log: str) -> None:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if clock := environment.get("TEST_CLOCK"):  # a file that says by how many seconds this worker's clock is wrong
+        true = time.time
+        time.time = lambda: true() + float(Path(clock).read_text())
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.exit(workers.__main__.main())
 

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,7 +255,8 @@ class Heart(threading.Thread):
         """End the thread, and the worker's registration with it."""
         self._stopped.set()
         self.join(timeout=5)
-        self._redis.delete(keys.worker(self._worker_id))
+        with suppress(redis.RedisError):  # it ends by itself
+            self._redis.delete(keys.worker(self._worker_id))
 
     def run(self) -> None:
         """Beat three times a lease until stopped."""

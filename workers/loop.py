@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,6 +43,7 @@ from workers.records import Records
 from workers.score import score
 from workers.sessions import Sessions
 from workers.sources import Found, Sources
+from workers.stores import is_away
 
 _IDLE_BLOCK_MS = 500
 _REAP_S = 1.0
@@ -85,13 +87,11 @@ class Worker:
                     self.batch.fail_all(JobLost("the connection to the store broke while answering: ask again"))
                     broken = False
                 self.turn()
-            except (redis.ConnectionError, redis.TimeoutError) as error:
-                log.warning("store_unreachable", error=str(error))
-                broken = True
-                time.sleep(0.5)
-            except redis.ResponseError as error:  # e.g. the server lost its data between two commands
-                log.warning("store_refused", error=str(error))
-                self.queue.create_groups()
+            except redis.RedisError as error:  # also e.g. a server that lost its data between two commands
+                broken = is_away(error)
+                log.warning("store_unreachable" if broken else "store_refused", error=str(error))
+                with suppress(redis.RedisError):
+                    self.queue.create_groups()
                 time.sleep(0.5)
         log.info("draining", answers=len(self.batch))
         deadline = time.monotonic() + 30
@@ -139,11 +139,14 @@ class Worker:
 
     def _handle(self, entry: Entry) -> None:
         """Do one job; whatever goes wrong ends in exactly one place. An answer's span is its own: it ends later."""
-        if isinstance(entry.job, AnswerJob):
-            self._do(entry)
-            return
-        with traces.span(_KINDS[type(entry.job)], entry.job.trace, **{"precis.job": entry.job.id}):
-            self._do(entry)
+        kind, is_answer = _KINDS[type(entry.job)], isinstance(entry.job, AnswerJob)
+        span = nullcontext() if is_answer else traces.span(kind, entry.job.trace, **{"precis.job": entry.job.id})
+        try:
+            with span:
+                self._do(entry)
+        except redis.RedisError:
+            self.heart.release(entry)  # its lease runs out, and whoever reaps it begins anew
+            raise
 
     def _do(self, entry: Entry) -> None:
         try:
@@ -157,12 +160,11 @@ class Worker:
                 case PrefetchJob():
                     metrics.JOBS.labels("prefetch", self.cache.load_ahead(entry.job.context_id)).inc()
                     self._done(entry)
-        except (redis.ConnectionError, redis.TimeoutError):
-            self.heart.release(entry)  # its lease runs out, and whoever reaps it begins anew
-            raise
         except PrecisError as error:
             self._failed(entry, error)
         except Exception as error:  # the one catch-all: a bug must not take the other answers down
+            if is_away(error):
+                raise
             structlog.get_logger("worker").exception("job_failed", job=entry.job.id)
             self._failed(entry, InternalError(f"the worker failed: {type(error).__name__}"))
 
@@ -295,5 +297,4 @@ class Worker:
             self._tell_failure(entry, JobLost("workers died on this job: it is not tried again"))
 
     def _tell_heart(self) -> None:
-        load, hot = len(self.batch), self.cache.hot_ids
-        self.heart.announce(msgspec.structs.replace(self.described, load=load, hot=hot))
+        self.heart.announce(msgspec.structs.replace(self.described, load=len(self.batch), hot=self.cache.hot_ids))

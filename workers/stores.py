@@ -13,6 +13,25 @@ from redis.sentinel import Sentinel
 
 from precis.wire.addresses import address_of
 
+_AWAY = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.OutOfMemoryError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.TryAgainError,
+)
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the server cannot be reached or takes no writes now, so that the same may go well later.
+
+    MISCONF is a full disk, NOREPLICAS too few replicas; READONLY a master that is one no more.
+    """
+    refused = isinstance(error, redis.ResponseError) and str(error).startswith(("MISCONF", "NOREPLICAS"))
+    return isinstance(error, _AWAY) or refused
+
 
 def connect(url: str) -> redis.Redis:
     """A client that never repeats a command by itself: a repeated XADD would be a second job.

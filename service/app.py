@@ -49,8 +49,8 @@ from service.access import Access, needs
 from service.events import Follower
 from service.fleet import Fleet
 from service.jobs import Jobs
+from service.openapi import described
 from service.records import Records
-from service.schemas import ContextIn
 from service.settings import Settings, check_exposure, load, quota_of
 from service.state import State
 from service.store import connect
@@ -123,17 +123,9 @@ def create_app(settings: Settings) -> FastAPI:
     ):
         app.include_router(module.router, dependencies=[Depends(needs("ask"))])
     app.include_router(admin.router)
-    app.openapi = lambda: _with_upload(FastAPI.openapi(app))  # type: ignore[method-assign]
+    app.openapi = lambda: described(app)  # type: ignore[method-assign]
     app.add_middleware(Watch, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     return app
-
-
-def _with_upload(schema: dict[str, Any]) -> dict[str, Any]:
-    """The upload's body is read by hand, since it may be a file: its schema is added by hand as well."""
-    found = ContextIn.model_json_schema(ref_template="#/components/schemas/{model}")
-    known = schema["components"]["schemas"]
-    known |= {name: part for name, part in found.pop("$defs").items() if name not in known} | {"ContextIn": found}
-    return schema
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -33,7 +33,7 @@ class BatchIn(SamplingIn, Strict):
     trim: TrimIn | TrimKind | None = None
 
 
-@router.post("/batch")
+@router.post("/batch", responses=sse.MAYBE)
 async def ask_all(context_id: str, wanted: BatchIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer questions over one snapshot, which is read once for all that run together.
 

@@ -14,7 +14,7 @@ from precis.fingerprint import of_context
 from precis.protection import check_budget, tighter
 from precis.wire.records import ContextRecord, around
 from service.access import CallerDep, needs
-from service.contexts import expire_at, int32_bytes, waited
+from service.contexts import AT_ONCE, expire_at, int32_bytes, waited
 from service.models import model_of
 from service.records import expired
 from service.schemas import AppendIn, ContextPatch
@@ -61,7 +61,7 @@ def _check_whole(record: ContextRecord) -> None:
         raise InvalidRequest("this document was split over several contexts: upload it again instead")
 
 
-@router.post("/{context_id}/append", status_code=202, dependencies=_WRITES)
+@router.post("/{context_id}/append", status_code=202, responses=AT_ONCE, dependencies=_WRITES)
 async def append_text(
     context_id: str,
     wanted: AppendIn,

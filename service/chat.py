@@ -30,7 +30,7 @@ _Parts = list[tuple[dict[str, Any], str | None]]  # of a choice, with its finish
 _Shown = Callable[[int, TokenEvent | DoneEvent], _Parts]
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=sse.MAYBE)
 async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete a chat, on the context named by `context`, or else on the longest that the messages begin with."""
     messages, tools = [message.plain() for message in wanted.messages], Tools(wanted.tools or [], wanted.tool_choice)
@@ -66,7 +66,7 @@ async def complete_chat(wanted: ChatIn, request: Request, state: StateDep, calle
     return JSONResponse(body, headers=headers)
 
 
-@router.post("/completions")
+@router.post("/completions", responses=sse.MAYBE)
 async def complete_text(wanted: CompletionIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Complete text as it is, alone or after a raw context."""
     prompt = await raw_prompt_of(state, caller, wanted.model, wanted.contexts, wanted.prompt)

@@ -28,6 +28,7 @@ from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 _WRITES = [Depends(needs("write"))]
+AT_ONCE: dict[int | str, dict[str, Any]] = {200: {"description": "it is there already, or got ready within `wait`"}}
 
 
 async def created(

@@ -27,7 +27,7 @@ from precis.wire.messages import ModelCard
 from precis.wire.presets import checked, with_artifacts
 from precis.wire.records import ContextRecord
 from service.access import CallerDep, needs
-from service.contexts import created
+from service.contexts import AT_ONCE, created
 from service.state import State, StateDep
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -73,7 +73,7 @@ async def _file(state: State, record: ContextRecord) -> AsyncIterator[bytes]:
     yield writer.end()
 
 
-@router.post("/import", status_code=202, openapi_extra=_BODY, dependencies=[Depends(needs("write"))])
+@router.post("/import", status_code=202, responses=AT_ONCE, openapi_extra=_BODY, dependencies=[Depends(needs("write"))])
 async def import_context(
     request: Request,
     state: StateDep,

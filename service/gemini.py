@@ -110,7 +110,7 @@ async def get_gemini_model(model: str, state: StateDep) -> dict[str, Any]:
     return await _model_out(state, model)
 
 
-@router.post("/models/{target:path}")
+@router.post("/models/{target:path}", responses=sse.MAYBE)
 async def generate(
     target: str, wanted: GenerateIn, request: Request, state: StateDep, caller: CallerDep, alt: str = "json"
 ) -> Response:

@@ -18,6 +18,7 @@ from service import metrics
 
 _FLAG_S = 600
 _ENQUEUE = """
+if ARGV[4] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[4]) == 0 then return 'full' end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'duplicate' end
 if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[1]) then return 'full' end
 redis.call('SET', KEYS[2], 1, 'EX', ARGV[3])
@@ -45,7 +46,7 @@ class Jobs:
         holders = [w for w in workers if job.context_id in w.hot and w.load < w.slots and w.role != "compress"]
         if holders:
             best = min(holders, key=lambda worker: worker.load)
-            if await self._add(keys.worker_jobs(best.id), 2 * best.slots, job):
+            if await self._add(keys.worker_jobs(best.id), 2 * best.slots, job, best.id):
                 metrics.AFFINITY.labels("holder").inc()
                 return
         if not await self._add(keys.answer_jobs(model), self._limit, job):
@@ -70,8 +71,10 @@ class Jobs:
             raise QueueFull("too many answers are waiting or running: try again", retry_after_s=1)
         return True
 
-    async def _add(self, stream: str, limit: int, job: AnswerJob | ScoreJob | PrefetchJob) -> bool:
-        outcome = await self._enqueue(keys=[stream, keys.queued(job.id)], args=[limit, encode(job), _FLAG_S])
+    async def _add(self, stream: str, limit: int, job: AnswerJob | ScoreJob | PrefetchJob, worker: str = "") -> bool:
+        """Whether there was room. A worker's own stream takes nothing once the worker is forgotten: nobody reads it."""
+        where = [stream, keys.queued(job.id), keys.WORKERS]
+        outcome = await self._enqueue(keys=where, args=[limit, encode(job), _FLAG_S, worker])
         return bool(outcome != b"full")
 
     async def cancel(self, job_id: str) -> None:

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from precis import errors
 from service import metrics
@@ -78,6 +79,7 @@ _GOOGLE_STATUS = {
     503: "UNAVAILABLE",
     507: "RESOURCE_EXHAUSTED",
 }
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _RETRY_S = {errors.NoWorker: 5, errors.ShuttingDown: 2, errors.JobLost: 1}
 
 
@@ -100,7 +102,22 @@ def _in_shape(path: str, status: int, code: str, detail: str, extra: dict[str, A
     return {"type": f"urn:precis:{code}", "title": title, "status": status, "detail": detail, "code": code, **shown}
 
 
-def _media_type(path: str) -> str:
+def error_schema(path: str) -> dict[str, Any]:
+    """JSON schema of the errors of a route."""
+    text, number = {"type": "string"}, {"type": "integer"}
+    if is_openai(path):
+        fields: dict[str, Any] = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
+    elif path.startswith("/v1beta/"):
+        fields = {"code": number, "status": text, "message": text, "details": {"type": "array"}}
+    else:
+        fields = {"type": text, "title": text, "status": number, "detail": text, "code": text}
+        return {"type": "object", "required": list(fields), "properties": fields}
+    inner = {"type": "object", "required": list(fields), "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
+
+
+def media_type(path: str) -> str:
+    """Of the errors of a route."""
     plain = is_openai(path) or path.startswith("/v1beta/")
     return "application/json" if plain else "application/problem+json"
 
@@ -119,7 +136,7 @@ def response_of(error: errors.PrecisError, path: str) -> JSONResponse:
         body_of(error, path),
         STATUS[type(error)],
         headers=_headers(error),
-        media_type=_media_type(path),
+        media_type=media_type(path),
     )
 
 
@@ -148,13 +165,21 @@ def install(app: FastAPI) -> None:
         detail = error.detail if isinstance(error, HTTPException) else ""
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
         path = request.url.path
-        return JSONResponse(_in_shape(path, status, code, detail, {}), status, media_type=_media_type(path))
+        headers = {"Allow": _allowed(request)} if status == 405 else None
+        return JSONResponse(_in_shape(path, status, code, detail, {}), status, headers, media_type(path))
 
     app.add_exception_handler(errors.PrecisError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RedisError, ours)
     app.add_exception_handler(Exception, ours)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path: each has a route of its own, and a route knows but its own methods."""
+    asked = [(method, {**request.scope, "method": method}) for method in _METHODS]
+    routes = request.app.routes
+    return ", ".join(m for m, scope in asked if any(each.matches(scope)[0] == Match.FULL for each in routes))
 
 
 def _unexpected(error: Exception) -> errors.PrecisError:

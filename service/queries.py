@@ -51,7 +51,7 @@ router = APIRouter(prefix="/v1/contexts/{context_id}", tags=["queries"])
 _DEFAULT_MAX_TOKENS = 256
 
 
-@router.post("/queries")
+@router.post("/queries", responses=sse.MAYBE)
 async def ask(context_id: str, wanted: QueryIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer a question on top of a context's snapshot, alone or as the next turn of a session."""
     records = await state.ready_contexts([context_id, *wanted.also], caller.tenant)

@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
-@router.post("")
+@router.post("", responses=sse.MAYBE)
 async def create_response(wanted: ResponseIn, request: Request, state: StateDep, caller: CallerDep) -> Response:
     """Answer, after an earlier response if `previous_response_id` names one."""
     before = None

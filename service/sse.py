@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.sse import EventSourceResponse, format_sse_event
 
 KEEP_ALIVE_S = 10.0
+MAYBE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # a route that streams if asked
 _COMMENT = format_sse_event(comment="still here")
 
 

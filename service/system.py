@@ -90,7 +90,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@open_router.get("/readyz")
+@open_router.get("/readyz", responses={503: {"description": "no request can be served now"}})
 async def readyz(request: Request) -> Response:
     """Whether requests can be served: the stores answer and a worker lives."""
     state: State = request.app.state.precis
@@ -109,7 +109,7 @@ async def readyz(request: Request) -> Response:
     )
 
 
-@open_router.get("/metrics")
+@open_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def prometheus(request: Request) -> Response:
     """Metrics of this process, with queue depths and totals read now."""
     state: State = request.app.state.precis

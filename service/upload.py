@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from precis.errors import InvalidRequest, PrecisError
 from precis.wire.records import ContextRecord, Source
 from service.access import CallerDep, needs
-from service.contexts import created, removed, waited
+from service.contexts import AT_ONCE, created, removed, waited
 from service.files import extract
 from service.parts import prepare_all
 from service.schemas import ContextIn, validated
@@ -45,7 +45,7 @@ _BODY = {
 _WAIT_LIMIT_S = 3600.0
 
 
-@router.post("", openapi_extra=_BODY, status_code=202, dependencies=_WRITES)
+@router.post("", openapi_extra=_BODY, status_code=202, responses=AT_ONCE, dependencies=_WRITES)
 async def create_context(
     request: Request,
     state: StateDep,

@@ -23,6 +23,7 @@ EVALSET = Path(__file__).parents[2] / "shared" / "evalset" / "dev"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long a storm lasts, and which."""
     parser.addoption("--seconds", default="60", help="of the chaos suite's storm")
+    parser.addoption("--every", default="1.25", help="so many seconds something is killed")
     parser.addoption("--seed", default="1", help="of what is killed when")
 
 

@@ -123,6 +123,18 @@ def test_a_bad_request_gets_its_status_and_code(stack: Stack, call: Call) -> Non
     assert len(body["detail"]) > 5
 
 
+def test_a_method_that_is_not_allowed_names_those_that_are(stack: Stack) -> None:
+    assert stack.http().put("/v1/contexts").headers["allow"] == "GET, POST"
+    assert stack.http().post("/v1/contexts/ctx_none").headers["allow"] == "DELETE, GET, PATCH"
+
+
+def test_the_description_names_the_errors_of_each_shape(stack: Stack) -> None:
+    paths = stack.http().get("/openapi.json").json()["paths"]
+    for path, field in (("/v1/contexts", "code"), ("/v1/chat/completions", "error"), ("/v1beta/models", "error")):
+        (told,) = next(iter(paths[path].values()))["responses"]["4XX"]["content"].values()
+        assert field in told["schema"]["required"]
+
+
 def test_a_body_in_chunks_that_is_too_large_is_refused_as_well(stack: Stack) -> None:
     def chunks() -> Any:
         for _ in range(22):

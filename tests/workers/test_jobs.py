@@ -187,6 +187,7 @@ def test_a_repeated_enqueue_is_one_job(client: Any, server: Server) -> None:
 
 def test_answers_prefer_the_worker_that_holds_the_snapshot_and_spill_over(client: Any, server: Server) -> None:
     holder, other = record("holder", hot=("c1",)), record("other")
+    client.hset(keys.WORKERS, "holder", "m")
     submit(server, [other, holder], answer("q1"))
     assert client.xlen(keys.worker_jobs("holder")) == 1
     busy = record("busy", load=4, hot=("c1",))
@@ -196,3 +197,9 @@ def test_answers_prefer_the_worker_that_holds_the_snapshot_and_spill_over(client
     assert client.xlen(keys.worker_jobs("holder")) == 8  # twice its slots
     assert client.xlen(keys.answer_jobs("m")) == 2
     wait_for(lambda: client.exists(keys.queued("q1")))
+
+
+def test_an_answer_for_a_worker_that_was_just_forgotten_goes_to_another(client: Any, server: Server) -> None:
+    submit(server, [record("gone", hot=("c1",))], answer("q1"))  # the API's list of workers is a moment old
+    assert client.exists(keys.worker_jobs("gone")) == 0
+    assert client.xlen(keys.answer_jobs("m")) == 1

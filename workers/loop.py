@@ -88,8 +88,8 @@ class Worker:
                     broken = False
                 self.turn()
             except redis.RedisError as error:  # also e.g. a server that lost its data between two commands
-                broken = is_away(error)
-                log.warning("store_unreachable" if broken else "store_refused", error=str(error))
+                broken = (away := is_away(error)) or broken
+                log.warning("store_unreachable" if away else "store_refused", error=str(error))
                 with suppress(redis.RedisError):
                     self.queue.create_groups()
                 time.sleep(0.5)

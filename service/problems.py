@@ -88,12 +88,16 @@ def is_openai(path: str) -> bool:
     return path.startswith(("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models"))
 
 
+def _is_google(path: str) -> bool:
+    return path.startswith("/v1beta/")
+
+
 def _in_shape(path: str, status: int, code: str, detail: str, extra: dict[str, Any]) -> dict[str, Any]:
     """An error as the clients of a route expect it."""
     if is_openai(path):
         kind = _OPENAI_TYPES.get(status, "invalid_request_error")
         return {"error": {"message": detail, "type": kind, "param": extra.get("param"), "code": code}}
-    if path.startswith("/v1beta/"):
+    if _is_google(path):
         told = [{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": code, "domain": "precis"}]
         named = _GOOGLE_STATUS.get(status, "INVALID_ARGUMENT")
         return {"error": {"code": status, "status": named, "message": detail, "details": told}}
@@ -107,7 +111,7 @@ def error_schema(path: str) -> dict[str, Any]:
     text, number = {"type": "string"}, {"type": "integer"}
     if is_openai(path):
         fields: dict[str, Any] = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
-    elif path.startswith("/v1beta/"):
+    elif _is_google(path):
         fields = {"code": number, "status": text, "message": text, "details": {"type": "array"}}
     else:
         fields = {"type": text, "title": text, "status": number, "detail": text, "code": text}
@@ -118,7 +122,7 @@ def error_schema(path: str) -> dict[str, Any]:
 
 def media_type(path: str) -> str:
     """Of the errors of a route."""
-    plain = is_openai(path) or path.startswith("/v1beta/")
+    plain = is_openai(path) or _is_google(path)
     return "application/json" if plain else "application/problem+json"
 
 

@@ -55,12 +55,17 @@ def asked(http: httpx.Client, context_id: str) -> httpx.Response:
     return http.post(f"/v1/contexts/{context_id}/queries", json=ASK)
 
 
+def asked_once(stack: Stack) -> tuple[httpx.Client, str, str]:
+    """A client, a context, and what it answers while all is well."""
+    http = stack.http()
+    context_id = ready(http, DOCUMENT)
+    return http, context_id, asked(http, context_id).json()["text"]
+
+
 @pytest.mark.parametrize("mode", ["hold", "refuse"])
 def test_a_worker_that_is_cut_off_loses_its_jobs_to_another_and_comes_back(tiny_folder: Path, mode: Mode) -> None:
     with split(tiny_folder, "worker") as (stack, proxy):
-        http = stack.http()
-        context_id = ready(http, DOCUMENT)
-        before = asked(http, context_id).json()["text"]
+        http, context_id, before = asked_once(stack)
         stack.start_worker("near")
         proxy.mode = mode
         time.sleep(3)  # longer than a lease of 2 s
@@ -81,9 +86,7 @@ def test_a_worker_that_is_cut_off_loses_its_jobs_to_another_and_comes_back(tiny_
 @pytest.mark.parametrize("mode", ["hold", "refuse"])
 def test_an_api_that_is_cut_off_says_so_and_comes_back(tiny_folder: Path, mode: Mode) -> None:
     with split(tiny_folder, "api") as (stack, proxy):
-        http = stack.http()
-        context_id = ready(http, DOCUMENT)
-        before = asked(http, context_id).json()["text"]
+        http, context_id, before = asked_once(stack)
         proxy.mode = mode
         with contextlib.suppress(httpx.TimeoutException):
             told = http.get("/readyz", timeout=5)
@@ -119,9 +122,7 @@ def full_disk(tmp_path: Path) -> Iterator[FullDisk]:
 
 def test_a_full_disk_is_said_and_nothing_acknowledged_is_lost(full_disk: FullDisk, tiny_folder: Path) -> None:
     with running_stack(full_disk, tiny_folder) as stack:
-        http = stack.http()
-        context_id = ready(http, DOCUMENT)
-        before = asked(http, context_id).json()["text"]
+        http, context_id, before = asked_once(stack)
         written = max(path.stat().st_size for path in full_disk.folder.rglob("*.aof"))
         full_disk.limit(written + 10_000)
         refused, acknowledged = None, []

@@ -59,7 +59,7 @@ def test_rope_can_be_undone_and_redone(family: str) -> None:
         keys = full.keys[layer, 0]
         before = rotary.undo(layer, keys, positions)
         assert float((before - keys)[50:].abs().max()) > 0.01  # it does turn
-        torch.testing.assert_close(rotary.redo(layer, before, positions), keys, atol=2e-6, rtol=0)
+        torch.testing.assert_close(rotary.redo(layer, before, positions), keys, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +96,7 @@ def test_keys_before_rope_are_what_the_projection_gave() -> None:
     full = read(model, tokens(64), chunk=64)
     hook.remove()
     found = Rotary(model, 512).undo(1, full.keys[1, 0], torch.arange(64, dtype=torch.int32))
-    torch.testing.assert_close(found, grabbed[0][:, :12], atol=2e-6, rtol=0)
+    torch.testing.assert_close(found, grabbed[0][:, :12], atol=1e-5, rtol=0)
 
 
 def test_the_weight_digest_sees_one_changed_weight_and_nothing_else() -> None:

@@ -59,7 +59,7 @@ def compare(parts: tuple[Tensor, Tensor, Tensor], maxima: Maxima, **options: obj
     expected = recording_attention(*parts, one, scaling=scaling, **options)  # type: ignore[arg-type]
     found = backend.recording_attention(*parts, other, scaling=scaling, **options)  # type: ignore[arg-type]
     exact = query.dtype == torch.float32
-    torch.testing.assert_close(found, expected, atol=2e-6 if exact else 1e-2, rtol=1e-5 if exact else 2e-2)
+    torch.testing.assert_close(found, expected, atol=1e-5 if exact else 1e-2, rtol=1e-5 if exact else 2e-2)
     torch.testing.assert_close(other.best, one.best, atol=1e-6, rtol=1e-4)
     assert float((one.best - before).max()) > 0
     assert one.squares is not None

@@ -88,7 +88,8 @@ def check(made: Case) -> None:
     found = ragged.attend(made.new, ragged.runs_of(made.segments), sinks=made.sinks, **made.options)  # type: ignore[arg-type]
     assert found.dtype == made.new.query.dtype
     wide = found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, atol=6e-3 if wide else 2e-6, rtol=8e-3 if wide else 1e-5)
+    # float32: how torch orders a sum of 256 products differs between machines by some 3e-6
+    torch.testing.assert_close(found.float(), expected, atol=6e-3 if wide else 1e-5, rtol=8e-3 if wide else 1e-5)
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)

@@ -110,14 +110,14 @@ async def get_gemini_model(model: str, state: StateDep) -> dict[str, Any]:
     return await _model_out(state, model)
 
 
-@router.post("/models/{target:path}", responses=sse.MAYBE)
+@router.post("/models/{model:path}", responses=sse.MAYBE)
 async def generate(
-    target: str, wanted: GenerateIn, request: Request, state: StateDep, caller: CallerDep, alt: str = "json"
+    model: str, wanted: GenerateIn, request: Request, state: StateDep, caller: CallerDep, alt: str = "json"
 ) -> Response:
     """`MODEL:generateContent`, `MODEL:streamGenerateContent?alt=sse` or `MODEL:countTokens`."""
-    if (match := _TARGET.fullmatch(target)) is None:
+    if (match := _TARGET.fullmatch(model)) is None:
         raise PageNotFound(
-            f"there is nothing at models/{target}: use generateContent, streamGenerateContent, countTokens"
+            f"there is nothing at models/{model}: use generateContent, streamGenerateContent, countTokens"
         )
     model, action = match[1], match[2]
     context_ids = None if wanted.cached_content is None else [_name(wanted.cached_content)]
